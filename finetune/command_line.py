@@ -1,0 +1,213 @@
+"""YAML file plus flags into a typed configuration; every problem of a configuration reported at once.
+
+Used by each recipe as ``run(main, Config)``. The flags are built from the configuration classes
+(``--section.key VALUE``), pydantic checks the values, and argparse and PyYAML do the reading.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from .errors import InputError, RunStopped
+
+Config = TypeVar("Config", bound=BaseModel)
+EXIT_CODE_OF_BAD_INPUT = 2
+EXIT_CODE_OF_STOPPED_RUN = 1
+
+
+def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
+    """Read ``--config FILE`` and the flags that win over it.
+
+    Raises:
+        InputError: with every problem that was found: unreadable file, unknown key, wrong type, missing key.
+        SystemExit: code 0 after ``--help`` and ``--print_config``.
+    """
+    parser = _parser(config_class)
+    known, unknown = parser.parse_known_args(list(arguments))
+    problems = [_unknown_flag(flag, config_class) for flag in unknown if flag.startswith("--")]
+    if unknown and not problems:  # words after an unknown flag are taken for its value
+        problems.append(f"{' '.join(unknown)!r} belongs to no flag; write --section.key VALUE, see --help.")
+    values, file_problems = _read_file(known.config)
+    problems += file_problems
+    for section in config_class.model_fields:  # a section that is absent or empty has its defaults, or lacks keys
+        values[section] = {} if values.get(section) is None else values[section]
+    fields = dict(_fields(config_class))
+    for key, text in vars(known).items():
+        if key in fields:
+            section, name = key.split(".")
+            if isinstance(values[section], dict):
+                values[section][name] = _flag_value(text, fields[key])
+    try:
+        config = config_class.model_validate(values)
+    except ValidationError as error:
+        problems += [_sentence(e, config_class) for e in error.errors()]
+    if problems:
+        raise InputError(problems)
+    if known.print_config:
+        if is_first_process():
+            print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
+    """Entry point of a recipe's script: parse the flags, run ``main``, and turn an ``InputError`` into exit code 2.
+
+    The sentences of an error are printed once however many processes run: the first process prints and
+    ends, upon which the launcher ends the others. Of another machine, whose launcher may not hear of it, the first
+    process speaks after a while.
+    """
+    from .strategy import leave
+
+    try:
+        main(parse(config_class, sys.argv[1:]))
+    except (InputError, RunStopped) as error:
+        if not is_first_process():
+            time.sleep(30)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for problem in error.problems if isinstance(error, InputError) else [str(error)]:
+                print(f"error: {problem}", file=sys.stderr)
+        leave(EXIT_CODE_OF_BAD_INPUT if isinstance(error, InputError) else EXIT_CODE_OF_STOPPED_RUN)
+    leave(0)
+
+
+def is_first_process() -> bool:
+    """Whether this process has rank 0 (or runs alone), known before any process group exists."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved configuration as YAML that can be passed back with ``--config``."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see --help.")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_process():
+            super().print_help(file)
+
+
+def _fields(config_class: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key as ``section.name`` with its declaration."""
+    for section, declaration in config_class.model_fields.items():
+        section_class = declaration.annotation
+        assert isinstance(section_class, type)
+        assert issubclass(section_class, BaseModel)
+        for name, field in section_class.model_fields.items():
+            yield f"{section}.{name}", field
+
+
+def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        description=sys.modules[config_class.__module__].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", default=None, help="YAML file with the sections below")
+    parser.add_argument(
+        "--print_config", action="store_true", default=False, help="print the resolved configuration as YAML and end"
+    )
+    groups: dict[str, Any] = {}
+    for key, field in _fields(config_class):
+        section = key.split(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        default = "required" if field.is_required() else f"default: {_as_yaml(field.default)}"
+        text = " ".join((field.description or "").split()).replace("%", "%%")
+        groups[section].add_argument(
+            f"--{key}", dest=key, metavar=_type_name(field.annotation), help=f"{text} ({default})"
+        )
+    return parser
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(get_args(annotation)) + "}"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return "|".join(_type_name(a) for a in get_args(annotation))
+    if get_origin(annotation) is list:
+        return "LIST"
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    return {str: "TEXT", int: "INT", float: "NUMBER", bool: "BOOL"}[annotation]
+
+
+def _flag_value(text: str, field: FieldInfo) -> Any:
+    """A flag's text as YAML, but as plain text where the key takes text and YAML would make a number of it."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    takes_text = str in (field.annotation, *get_args(field.annotation))
+    return value if value is None or isinstance(value, list) or not takes_text else text
+
+
+def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
+    if path is None:
+        return {}, []
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicateKeys)
+    except OSError as error:
+        return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); mend the file."]
+    if not isinstance(values, dict):
+        return {}, [f"--config {path}: the file holds no sections; see --help for them."]
+    return values, []
+
+
+class _NoDuplicateKeys(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; a configuration must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
+    key = flag.removeprefix("--").split("=")[0]
+    return f"--{key} is no flag of this recipe; {_nearest(key, config_class)}see --help for all."
+
+
+def _nearest(key: str, config_class: type[BaseModel]) -> str:
+    keys = [k for k, _ in _fields(config_class)] + list(config_class.model_fields)
+    same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+    close = same_name or difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean {close[0]}? Otherwise " if close else ""
+
+
+def _sentence(error: Any, config_class: type[BaseModel]) -> str:
+    """One pydantic error as a sentence that ends in what to do."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location[:2])
+    if error["type"] == "missing":
+        return f"{key} is missing; set it in the YAML file or with --{key}."
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a key of this recipe; {_nearest(key, config_class)}see --help for all."
+    if len(location) == 1:
+        return f"{key}: {error['input']!r} is not a section; write its keys below it, indented, see --help."
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{key}: {error['input']!r} was given, but it should be {message}; change it, or see --help."

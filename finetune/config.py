@@ -1,0 +1,97 @@
+"""The keys of a recipe: every section typed, every key with its docstring and its only default.
+
+``finetune.command_line`` turns a YAML file and flags into these classes. A recipe puts the sections
+it needs together; library functions take plain arguments and never see a section.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of keys: unknown keys are errors, and a value never changes once it is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Model(Section):
+    path: str
+    """Folder of a model, or its id on the hub. A folder with nothing but a config.json gives random weights drawn
+    from train.seed (for benchmarks and tests)."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer, where it is not the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: a downloaded model is data, not a program."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention implementation; auto leaves the choice to transformers: sdpa (PyTorch's scaled_dot_product_attention)
+    for most models."""
+
+
+class Data(Section):
+    train: str | list[str]
+    """JSONL file (or several) to train on: one object a line, with a list `messages` of role and content."""
+    eval: str | list[str] | None = None
+    """JSONL file (or several) held out: never trained, used for eval_loss and for the answers of eval.prompts."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, in place of the tokenizer's."""
+    max_length: PositiveInt = 2048
+    """Tokens of a row, at most. Longer rows are cut at the end and counted; a row that keeps no trained token is
+    dropped and counted."""
+
+
+class Train(Section):
+    output_dir: str
+    """Folder for everything that the run leaves."""
+    overwrite: bool = False
+    """Replace the run that output_dir holds already (its run.yaml, metrics.jsonl and final/)."""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Passes over the training rows."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; takes the place of epochs."""
+    global_batch_size: PositiveInt = 16
+    """Rows of one optimizer step, over all processes and micro-batches: the mathematics of the run."""
+    micro_batch_size: PositiveInt = 1
+    """Rows that one process computes at a time: memory and speed, never the result."""
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
+    """The highest learning rate of the schedule."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of the steps over which the learning rate rises."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW (L2 for SGD); norms and biases are left out."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0 switches clipping off. Metrics report the norm
+    before clipping either way."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (betas 0.9 and 0.999), or plain SGD without momentum."""
+    weights: Literal["fp32_master", "bf16"] = "fp32_master"
+    """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision.
+    bf16: weights, gradients and optimizer state in bf16, half of the memory; AdamW then rounds each update of a
+    weight stochastically, because rounding to nearest would lose most small updates."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: recompute each layer in the backward pass, for less memory and about a third more computation."""
+    seed: NonNegativeInt = 0
+    """Seed of the row order, of dropout and of random weights."""
+
+
+class Eval(Section):
+    every: NonNegativeInt = 0
+    """Optimizer steps between evaluations; 0: only before the first and after the last step."""
+    prompts: NonNegativeInt | list[str] = 0
+    """Questions answered before and after training: a number (the first so many held-out conversations) or a list
+    of texts."""
+    max_new_tokens: PositiveInt = 64
+    """Length of an answer, in tokens, at most."""
+
+
+class Log(Section):
+    every: PositiveInt = 1
+    """Optimizer steps between printed lines where the output is not a terminal. metrics.jsonl has every step."""

@@ -1,0 +1,29 @@
+"""The one exception for what a user can put right: wrong configuration, wrong data, a machine that lacks something."""
+
+from collections.abc import Sequence
+
+
+class InputError(ValueError):
+    """One or more problems, each a sentence: what was seen, what is allowed, what to do.
+
+    The command line prints the sentences without a traceback and ends with exit code 2; from Python
+    it is an ordinary ``ValueError``.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def refuse_if_any(problems: Sequence[str]) -> None:
+    """Raise all problems at once, so that a user mends a configuration in one round.
+
+    Raises:
+        InputError: if there is at least one problem.
+    """
+    if problems:
+        raise InputError(problems)
+
+
+class RunStopped(RuntimeError):
+    """A run that cannot go on, though its input was accepted: what happened, where, and what to do."""

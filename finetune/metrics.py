@@ -1,0 +1,128 @@
+"""The figures of each optimizer step; on a GPU read one step late, so that no step waits for it."""
+
+import math
+import time
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .errors import RunStopped
+
+GIB = 2**30
+MOST_SKIPPED_IN_A_ROW = 40
+"""A loss scale of 2^24 has been halved to nothing by then."""
+
+
+class Meter:
+    """Collects a step's tensors and turns them into numbers when the next step is under way."""
+
+    def __init__(self, accelerator: Accelerator, *, flops_per_token: float, peak_flops: float | None) -> None:
+        """Args: model FLOPs per processed token, and one GPU's peak FLOP/s where it is known."""
+        self.accelerator = accelerator
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.clock = time.perf_counter()
+
+    def update(
+        self,
+        *,
+        step: int,
+        rows: list[str],
+        losses: torch.Tensor,
+        tokens: int,
+        total_tokens: int,
+        grad_norm: torch.Tensor | float,
+        learning_rate: float,
+        skipped: bool,
+    ) -> list[dict[str, Any]]:
+        """Take up a step; return the metrics that can be read without waiting (on a GPU those of the step before).
+
+        Args:
+            rows: ``file:line`` of the rows of the step, all processes.
+            losses: sum of the token losses of each of this process's micro-batches, on its device.
+            tokens: trained tokens of the step, all processes.
+            total_tokens: positions that the step processed, all processes, padding included.
+            grad_norm: global norm before clipping.
+            skipped: the optimizer left the step out because fp16 gradients overflowed.
+
+        Raises:
+            RunStopped: if a loss was not finite, or a gradient that was not skipped.
+        """
+        skipped = skipped and self.accelerator.mixed_precision == "fp16"  # elsewhere nothing may overflow
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise RunStopped(
+                f"step {step}: the gradients of {self.skipped_in_a_row} steps in a row overflowed in fp16, so nothing "
+                "is learnt and the run stops; launch with --mixed_precision bf16 or no, or lower train.learning_rate."
+            )
+        known = {
+            "step": step,
+            "rows": rows,
+            "tokens": tokens,
+            "total_tokens": total_tokens,
+            "learning_rate": learning_rate,
+            "skipped": skipped,
+            "skipped_steps": self.skipped_steps,
+        }
+        device = self.accelerator.device
+        memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+        rest = [torch.as_tensor(figure, device=device).float().reshape(1) for figure in (grad_norm, memory)]
+        mine = torch.cat([losses.float(), *rest])
+        finished = self.flush()
+        self.unread.append((known, self.accelerator.gather(mine[None])))
+        return finished if device.type == "cuda" else self.flush()
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Wait for the steps that were not read yet, and return their metrics."""
+        finished = [self._read(known, gathered) for known, gathered in self.unread]
+        self.unread = []
+        return finished
+
+    def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
+        figures = gathered.double()  # processes x (micro-batches, gradient norm, memory)
+        losses, grad_norm, peak_memory_gib = figures[:, :-2], figures[0, -2].item(), figures[:, -1].max().item()
+        _stop_if_not_finite(known, losses, grad_norm)
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        metrics = {
+            "step": known["step"],
+            "loss": losses.sum().item() / known["tokens"],
+            "tokens": known["tokens"],
+            "total_tokens": known["total_tokens"],
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "learning_rate": known["learning_rate"],
+            "step_seconds": seconds,
+            "tokens_per_second": known["total_tokens"] / seconds,
+        }
+        if self.peak_flops is not None:
+            rate = metrics["tokens_per_second"] * self.flops_per_token / self.accelerator.num_processes
+            metrics["mfu"] = rate / self.peak_flops
+        if peak_memory_gib > 0:
+            metrics["peak_memory_gib"] = peak_memory_gib
+        if self.accelerator.mixed_precision == "fp16":
+            metrics["skipped_steps"] = known["skipped_steps"]
+        return metrics
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what was done between the steps."""
+        self.clock = time.perf_counter()
+
+
+def _stop_if_not_finite(known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> None:
+    """Args: losses of shape (processes, micro-batches), in the order in which a global batch is dealt out."""
+    bad = [i for i, loss in enumerate(losses.T.flatten().tolist()) if not math.isfinite(loss)]
+    if not bad and (math.isfinite(grad_norm) or known["skipped"]):
+        return
+    size = -(-len(known["rows"]) // losses.numel())
+    rows = [row for i in bad for row in known["rows"][i * size : (i + 1) * size]] if bad else known["rows"]
+    named = ", ".join(rows[:8]) + (", ..." if len(rows) > 8 else "")
+    raise RunStopped(
+        f"step {known['step']}: the {'loss' if bad else 'gradient norm'} is not finite, so the run stops; what was "
+        f"saved before stays as it is. The rows are {named}. Look at them, or lower train.learning_rate; fp16 also "
+        "overflows where bf16 does not."
+    )

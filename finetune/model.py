@@ -1,0 +1,191 @@
+"""Tokenizer, weights and answers, through transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from .errors import InputError
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+def quiet() -> None:
+    """Leave the screen to the recipe: no progress bars and no notes of transformers below an error."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def problems(path: str, tokenizer: str | None, chat_template: str | None) -> list[str]:
+    """What is wrong with the model's names, as far as a look at the file system tells."""
+    found = []
+    for key, value in (("model.path", path), ("model.tokenizer", tokenizer)):
+        if value is None or Path(value).is_dir():
+            continue
+        if value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists():
+            found.append(
+                f"{key}: there is no folder {value}; give a model's folder, or its id on the hub (owner/name)."
+            )
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
+        elif is_bare_config(path) and list(Path(path).glob("*.bin")):
+            found.append(
+                f"model.path: the folder {path} has weights as pickle files only, which can run code when they are "
+                "read; convert them to safetensors."
+            )
+    if chat_template is not None and not Path(chat_template).is_file():
+        found.append(f"data.chat_template: there is no file {chat_template}; check its name.")
+    return found
+
+
+def is_bare_config(path: str) -> bool:
+    """Whether a path is a folder without weights, which asks for random ones."""
+    folder = Path(path)
+    return folder.is_dir() and not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
+) -> PreTrainedTokenizerBase:
+    """A fast tokenizer with a chat template.
+
+    Raises:
+        InputError: if there is none, if it is a slow one, or if it has no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"No tokenizer could be loaded from {path} ({_first_line(error)}); set model.tokenizer to its folder or id."
+        ) from error
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"The tokenizer of {path} is a slow one, which cannot tell where a token stands in the text; set "
+            "model.tokenizer to a fast one."
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"The tokenizer of {path} has no chat template, so conversations cannot be rendered as the model expects; "
+            "set data.chat_template to a Jinja file, or start from the model's instruction-tuned version."
+        )
+    return tokenizer
+
+
+def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """The model's configuration, a few kilobytes that tell whether the model can be loaded at all.
+
+    Raises:
+        InputError: if it cannot be read, or the model's type is unknown.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model.path: {path} is no model that transformers knows ({_first_line(error)}).") from error
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a configuration names for the weights, in which the result is saved too."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def largest_parameter(config: PreTrainedConfig, trust_remote_code: bool) -> int:
+    """Elements of the largest parameter, told from the model's shapes alone."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return max(parameter.numel() for parameter in model.parameters())
+
+
+def load_model(
+    path: str,
+    config: PreTrainedConfig,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> PreTrainedModel:
+    """Weights in ``dtype``, on the CPU (or partitioned as they are read, where the strategy does so).
+
+    A folder without weights gives random ones, drawn from ``seed``.
+
+    Raises:
+        InputError: if the model cannot be loaded.
+    """
+    common: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "attn_implementation": None if attention == "auto" else attention,
+    }
+    try:
+        if is_bare_config(path):
+            torch.manual_seed(seed)
+            # drawn in fp32, so that a seed means the same weights in every precision
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, revision=revision, dtype=dtype, use_safetensors=True, **common
+            )
+    except (OSError, ImportError, ValueError) as error:
+        raise InputError(
+            f"The model {path} could not be loaded ({_first_line(error)}); check model.path and model.attention."
+        ) from error
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # sampling settings without sampling: read without complaint, but refused at saving
+        model.generation_config.do_sample = True
+    return model
+
+
+def shape(model: PreTrainedModel) -> dict[str, int]:
+    """Sizes that the count of FLOPs needs; read off modules, since weights may be partitioned already."""
+    config = model.config.get_text_config()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    return {
+        "matrix_parameters": sum(m.in_features * m.out_features for m in linear),
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    }
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+) -> str:
+    """The most likely answer to a conversation. Every process must ask the same: sharded layers are gathered.
+
+    Args:
+        device: where the model computes; offloaded weights lie elsewhere.
+    """
+    prompt: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    prompt = prompt.to(device)
+    output = model.generate(
+        **prompt, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id or 0
+    )
+    text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(text).strip()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

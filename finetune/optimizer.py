@@ -1,0 +1,111 @@
+"""Optimizers by name, over parameters in fp32 or in bf16."""
+
+from typing import Any
+
+import torch
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    *,
+    name: str,
+    learning_rate: float,
+    weight_decay: float,
+    weights: str,
+    fused: bool,
+    rounding_seed: int,
+) -> torch.optim.Optimizer:
+    """The optimizer of a recipe, over the parameters of a model that are trained.
+
+    Args:
+        name: ``adamw`` or ``sgd``.
+        weight_decay: applied to everything but biases and the parameters of norms.
+        weights: ``bf16`` takes AdamW with stochastic rounding.
+        fused: step in one kernel.
+        rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
+    """
+    decayed: dict[torch.nn.Parameter, None] = {}  # as ordered sets: tied weights are met twice
+    others: dict[torch.nn.Parameter, None] = {}
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (others if is_norm or key == "bias" else decayed)[parameter] = None
+    groups: list[dict[str, Any]] = [
+        {"params": list(decayed), "weight_decay": weight_decay},
+        {"params": list(others), "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    if weights == "bf16":
+        return StochasticRoundingAdamW(groups, lr=learning_rate, seed=rounding_seed)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPSILON, fused=fused or None)
+
+
+class StochasticRoundingAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for bf16 weights that have no fp32 master.
+
+    A bf16 number has 8 significant bits: an update below 1/256 of its weight is lost when the sum is rounded to
+    nearest, which is what most updates of fine-tuning are. Rounding up or down with the probability that
+    preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). So it is with the second moment, whose
+    share of new information is 1/1000 a step. The arithmetic is fp32; weights and both moments are stored in the
+    parameter's dtype.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, seed: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": BETAS, "eps": EPSILON})
+        self.seed = seed
+        self.random: torch.Generator | None = None  # made on the device that the first step finds
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        weight, grad, first, second = map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
+        if self.random is None:
+            self.random = torch.Generator(weight.device).manual_seed(self.seed)
+        grad = grad.float()
+        first32 = first.float().lerp_(grad, 1 - beta1)
+        second32 = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        _store(first, first32, self.random)
+        _store(second, second32, self.random)
+        step = state["step"]
+        denominator = (second32 / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        updated = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+        updated.addcdiv_(first32, denominator, value=-group["lr"] / (1 - beta1**step))
+        _store(weight, updated, self.random)
+
+
+def _store(target: torch.Tensor, values: torch.Tensor, random: torch.Generator) -> None:
+    target.copy_(round_stochastically(values, random) if target.dtype == torch.bfloat16 else values)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this process holds; it shares memory with the tensor."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probability that makes the expectation the value itself.
+
+    bf16 is the upper half of the bits of fp32: adding a uniform number below 2^16 and cutting the lower half off
+    carries into the upper half with just that probability.
+    """
+    noise = torch.randint(1 << 16, values.shape, generator=random, dtype=torch.int32, device=values.device)
+    bits = values.view(torch.int32) + noise
+    return (bits & -(1 << 16)).view(torch.float32).to(torch.bfloat16)

@@ -1,0 +1,64 @@
+"""What a person sees of a run: a progress bar in a terminal, plain lines in a file. Main process only."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Screen:
+    """Prints on the main process and is silent on the others; a context manager around the steps of a run."""
+
+    def __init__(self, *, shown: bool, total_steps: int, every: int) -> None:
+        """Args: whether this process prints, the steps of the run, and the steps between lines in a file."""
+        # as text in notebooks too: processes forked from one cannot send it anything else
+        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False)
+        self.total_steps, self.every = total_steps, every
+        self.bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            disable=not (shown and self.console.is_terminal),
+        )
+
+    def __enter__(self) -> "Screen":
+        self.task = self.bar.add_task("", total=self.total_steps, figures="")
+        self.bar.start()
+        self.seconds = 0.0
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(escape(text))
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Show one optimizer step, given as its line of metrics.jsonl."""
+        step = metrics["step"]
+        self.seconds += metrics["step_seconds"]
+        figures = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step, figures=figures)
+        if self.bar.disable and (step % self.every == 0 or step == self.total_steps):
+            left = self.seconds / step * (self.total_steps - step)
+            norm = "overflow" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
+            self.say(f"step {step}/{self.total_steps}  {figures}  grad norm {norm}  {left:.0f} s left")
+        if "eval_loss" in metrics:
+            self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
+
+    def answers(self, questions: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
+        """Show what the model answered before and after training."""
+        table = Table(show_lines=True, width=min(80, self.console.width), title="Held-out answers")
+        for column in ("prompt", "before", "after"):
+            table.add_column(column, ratio=1, overflow="fold")
+        for row in zip(questions, before, after):
+            table.add_row(*(escape(text) for text in row))
+        self.console.print(table)

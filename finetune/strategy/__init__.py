@@ -1,0 +1,52 @@
+"""DDP, FSDP2 and DeepSpeed ZeRO: the only place that knows them by name.
+
+``request`` (what the launch asks for, and whether it can work), ``setup`` (process group, Accelerator, preparation,
+end), ``active`` (what is really active; norms and whole parameters), ``deepspeed_ops`` (its C++ parts, built once),
+``launch`` (the environment of a strategy file, for notebooks and tests).
+
+The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
+of it is read here, checked, brought to one numerical policy, and proven active after preparation.
+
+The policy: trained parameters have fp32 master weights and fp32 optimizer state; computation runs in the
+launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32; the gradient norm is the
+norm before clipping, of unscaled gradients. Where each part comes from:
+
+=========  ==========================  =================================  ==========================
+part       single, ddp                 fsdp2, hsdp                        zero1, zero2, zero3
+=========  ==========================  =================================  ==========================
+masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
+compute    autocast                    ``MixedPrecisionPolicy``           parameters in bf16 or fp16
+gradients  fp32                        reduced in fp32                    ``data_types``, communication
+                                                                          in fp32
+clipping   ``clip_grad_norm_``         the same, over DTensors            inside the engine's step
+=========  ==========================  =================================  ==========================
+
+On a machine without a GPU the same classes run on CPU over gloo, as a rehearsal of the launch.
+"""
+
+from .active import active_name, clip_grad_norm, full_parameters, fuses, peak_flops_of, trained_elements
+from .deepspeed_ops import prepare_import
+from .request import Strategy, asked_for, compute_dtype, describe, native_precision, problems
+from .setup import finish, leave, loading, one_writes, prepare, start
+
+__all__ = [
+    "Strategy",
+    "active_name",
+    "asked_for",
+    "clip_grad_norm",
+    "compute_dtype",
+    "describe",
+    "finish",
+    "full_parameters",
+    "fuses",
+    "leave",
+    "loading",
+    "native_precision",
+    "one_writes",
+    "peak_flops_of",
+    "prepare",
+    "prepare_import",
+    "problems",
+    "start",
+    "trained_elements",
+]
