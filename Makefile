@@ -1,0 +1,50 @@
+# make demo   fine-tune SmolLM2-135M and compare its answers before and after
+# make test   formatting, lint, types and every test
+# make parity measure the README's table of strategies anew
+# Each sets up what it needs: a virtual environment at the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_OUTPUT ?= runs/demo
+BIN := $(abspath $(VENV))/bin
+export PATH := $(BIN):$(PATH)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
+
+.PHONY: demo test check parity ops clean
+
+demo: $(VENV)/.demo
+	@MODEL=$$(python -m finetune.demo_model) && \
+	accelerate launch --config_file accelerate_configs/single.yaml \
+	  --mixed_precision $$(python -c "from finetune.strategy import *; print(native_precision())") \
+	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)
+
+test: $(VENV)/.test ops
+	ruff format --check .
+	ruff check .
+	mypy
+	python -m pytest
+
+parity: $(VENV)/.test ops
+	python -m pytest tests/test_parity.py --record-parity
+	python -m benchmarks.parity_table
+
+# DeepSpeed's C++ operations, built once and kept in the user's cache
+ops: $(VENV)/.test
+	@python -m finetune.strategy
+
+# PyTorch first and alone: a package that asks for any PyTorch then finds the pinned one in place
+$(VENV)/bin/python: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python setup.cfg
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/bin/python setup.cfg
+	$(PIP) --editable '.[deepspeed,demo,notebooks,test]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
