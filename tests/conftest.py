@@ -1,0 +1,43 @@
+"""Fixtures that many tests share: the tiny model, conversations, and groups of processes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build_model_folder(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 training conversations, uneven in length."""
+    return tiny.write_conversations(tmp_path_factory.mktemp("data") / "train.jsonl", rows=80)
+
+
+@pytest.fixture(scope="session")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_conversations(tmp_path_factory.mktemp("data") / "held_out.jsonl", rows=11, seed=1)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(n)``: the group of n processes, started at its first use and kept."""
+    groups: dict[int, Ranks] = {}
+
+    def group(world_size: int) -> Ranks:
+        if world_size not in groups:
+            groups[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}"))
+        return groups[world_size]
+
+    yield group
+    for each in groups.values():
+        each.stop()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-parity", action="store_true", help="write what the parity tests measure to benchmarks/")

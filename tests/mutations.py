@@ -1,0 +1,97 @@
+"""Bugs that frameworks have shipped, put into the recipe on purpose, one at a time."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import scenarios
+import torch
+
+
+def train_with(bug: str, config: Any) -> dict[str, Any]:
+    """Run the recipe with a bug on this rank."""
+    with BUGS[bug](config):
+        return scenarios.train(config)
+
+
+@contextlib.contextmanager
+def mean_of_means(config: Any) -> Iterator[None]:
+    """Average each micro-batch over its own tokens, then average the averages."""
+    from recipes import sft
+
+    world_size = sft.strategies.asked_for().world_size
+    batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
+
+    def mean(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), next_tokens.flatten())
+
+    # the step divides by its number of tokens; an average of averages divides by the number of micro-batches
+    share = property(lambda rows: [1 / micro_batch] * len(rows.rows))
+    assert batch % (micro_batch * world_size) == 0
+    with mock.patch.object(sft, "token_loss_sum", mean), mock.patch.object(sft.data.Rows, "trained_tokens", share):
+        yield
+
+
+@contextlib.contextmanager
+def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[None]:
+    """Draw micro-batches through Accelerate's data loader, which ends in the middle of every accumulation."""
+    import accelerate.data_loader
+    import accelerate.utils
+
+    from recipes import sft
+
+    original = sft.micro_batches
+
+    def ending_early(*args: Any, **kwargs: Any) -> Iterator[list[int]]:
+        share = original(*args, **kwargs)
+        for part in (share[: len(share) // 2], share[len(share) // 2 :]):
+            yield from accelerate.data_loader.DataLoaderShard(part, batch_size=None, collate_fn=lambda rows: rows)
+
+    def plugin(num_steps: int, **kwargs: Any) -> Any:
+        return accelerate.utils.GradientAccumulationPlugin(
+            num_steps=num_steps, sync_with_dataloader=sync_with_dataloader
+        )
+
+    with (
+        mock.patch.object(sft, "micro_batches", ending_early),
+        mock.patch.object(sft.strategies.setup, "GradientAccumulationPlugin", plugin),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def scheduler_stepped_by_every_process(config: Any) -> Iterator[None]:
+    from recipes import sft
+
+    original, world_size = sft.learning_rate, sft.strategies.asked_for().world_size
+
+    def too_fast(step: int, *, total_steps: int, **kwargs: Any) -> float:
+        return original(min(1 + (step - 1) * world_size, total_steps), total_steps=total_steps, **kwargs)
+
+    with mock.patch.object(sft, "learning_rate", too_fast):
+        yield
+
+
+@contextlib.contextmanager
+def clipping_left_to_deepspeed(config: Any) -> Iterator[None]:
+    from recipes import sft
+
+    original = sft.strategies.setup._configure_deepspeed
+
+    def forgetful(accelerator: Any, *args: Any) -> None:
+        original(accelerator, *args)
+        accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = "auto"  # as Accelerate has it
+
+    with mock.patch.object(sft.strategies.setup, "_configure_deepspeed", forgetful):
+        yield
+
+
+BUGS: dict[str, Any] = {
+    "none": lambda config: contextlib.nullcontext(),
+    "mean of means": mean_of_means,
+    "Accelerate's default sync_with_dataloader": lambda config: through_a_data_loader(config, True),
+    "control: the same data loader, our setting": lambda config: through_a_data_loader(config, False),
+    "a scheduler stepped once per process": scheduler_stepped_by_every_process,
+    "ZeRO's silent clipping": clipping_left_to_deepspeed,
+}

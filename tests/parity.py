@@ -1,0 +1,56 @@
+"""The parity check itself: what is compared, how closely, and over which runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+FP32_TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5}
+BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
+"""Losses are between 4 and 6, gradient norms between 1 and 2; bf16 has 8 significant bits."""
+
+TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme")
+FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
+LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
+
+OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.2}
+"""Optimizers and their learning rates. AdamW hides a wrong loss scale, which SGD shows."""
+MAX_GRAD_NORMS = (0.5, 0.0)
+"""The gradient norms of the run lie between 1 and 2: one clips every step, the other never."""
+ACCUMULATIONS = (1, 2, 4)
+ROWS_PER_STEP = 16
+
+
+def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Largest differences of loss and gradient norm over the steps of two runs."""
+    assert len(metrics) == len(reference) > 0
+    return {
+        key: max(abs(one[key] - other[key]) for one, other in zip(metrics, reference)) for key in ("loss", "grad_norm")
+    }
+
+
+def assert_parity(
+    metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]], tolerance: dict[str, float]
+) -> None:
+    """Two runs are the same run: same trained tokens and learning rates, losses and norms within their tolerances."""
+    for key in ("step", "tokens", "learning_rate"):
+        assert [m[key] for m in metrics] == [m[key] for m in reference], f"{key} differs"
+    for key, difference in differences(metrics, reference).items():
+        assert difference <= tolerance[key], f"{key} differs by {difference:.2e}, more than {tolerance[key]:.0e}"
+
+
+def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -> None:
+    """What a rank saw of the prepared model is the strategy that was asked for, told by PyTorch's own classes."""
+    assert seen["world_size"] == seen["num_processes"] == world_size
+    if strategy in ("single", "ddp"):
+        assert seen["model_class"] == ("LlamaForCausalLM" if strategy == "single" else "DistributedDataParallel")
+        assert seen["share_held"] == 1
+        return
+    shards = world_size // 2 if strategy == "hsdp" else world_size
+    assert abs(seen["share_held"] - 1 / shards) < 0.02
+    if strategy.startswith("zero"):
+        assert seen["model_class"] == "DeepSpeedEngine"
+        assert seen["stage"] == int(strategy[4])
+        assert seen["offload"] == {"offload": "cpu", "nvme": "nvme"}.get(strategy.partition("_")[2], "none")
+    else:
+        assert seen["model_class"] == "FSDPLlamaForCausalLM"
+        assert seen["parameter_class"] == "DTensor"
+        assert seen["mesh"] == ((2, shards) if strategy == "hsdp" else (shards,))

@@ -1,0 +1,92 @@
+"""What the processes of a test run: the real recipe, whole or with one bug put in on purpose."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 20
+ROWS_PER_STEP = 8
+
+
+def configuration(model: Path, train: Path, output: Path, **changes: Any) -> Any:
+    """The parity configuration of the recipe; changes are ``section__key=value``."""
+    from recipes.sft import Config
+
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model)},
+        "data": {"train": str(train), "max_length": 64},
+        "train": {
+            "output_dir": str(output),
+            "overwrite": True,
+            "steps": STEPS,
+            "global_batch_size": ROWS_PER_STEP,
+            "learning_rate": 1e-3,
+            "warmup_ratio": 0.1,
+            "weight_decay": 0.1,
+        },
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        values.setdefault(section, {})[key] = value
+    return Config.model_validate(values)
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def _offload(model: Any) -> str | None:
+    """Where a DeepSpeed engine was told to keep the optimizer's state."""
+    if not hasattr(model, "zero_offload_optimizer"):
+        return None
+    target = model.zero_offload_optimizer()
+    return str(getattr(target, "device", None) or "none")
+
+
+def train(config: Any) -> dict[str, Any]:
+    """Run the recipe; returns what this rank saw of the strategy, read off the prepared objects."""
+    import torch.distributed as dist
+
+    from recipes import sft
+
+    seen: dict[str, Any] = {}
+    prepared: list[Any] = []
+    prepare = sft.strategies.prepare
+
+    def watched(accelerator: Any, strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer = prepare(accelerator, strategy, *args, **kwargs)
+        group_size = dist.get_world_size() if dist.is_initialized() else 1
+        prepared.append(model)
+        total, held = sft.strategies.trained_elements(model, optimizer)
+        parameter = next(model.parameters())
+        seen.update(
+            world_size=group_size,
+            num_processes=accelerator.num_processes,
+            model_class=type(model).__name__,
+            parameter_class=type(parameter).__name__,
+            mesh=tuple(parameter.device_mesh.shape) if hasattr(parameter, "device_mesh") else None,
+            stage=model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None,
+            offload=_offload(model),
+            share_held=held / total,
+        )
+        return model, optimizer
+
+    sft.strategies.prepare = watched
+    try:
+        sft.main(config)
+    finally:
+        sft.strategies.prepare = prepare
+    seen["weights_held"] = _digest(prepared[0])
+    return seen
+
+
+def _digest(model: Any) -> str:
+    """Of the weights that this process holds, bit by bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(held.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,256 @@
+"""Wrong input ends a run before weights load, with a sentence; a run that breaks later says where."""
+
+import json
+from pathlib import Path
+
+import pytest
+import scenarios
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import strategy as strategies
+from finetune.errors import InputError, RunStopped
+from recipes import sft
+
+
+@pytest.fixture(autouse=True)
+def no_weights_may_load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    if "trains" not in request.keywords:
+
+        def load(*args, **kwargs):
+            raise AssertionError("weights were loaded")
+
+        monkeypatch.setattr(sft.models, "load_model", load)
+
+
+def refused(config) -> str:
+    with pytest.raises(InputError) as error:
+        sft.main(config)
+    assert not Path(config.train.output_dir).exists()
+    return str(error.value)
+
+
+def test_all_problems_of_a_run_are_told_together(tmp_path: Path):
+    config = scenarios.configuration(
+        tmp_path / "no_model",
+        tmp_path / "no_data.jsonl",
+        tmp_path / "out",
+        train__global_batch_size=3,
+        train__micro_batch_size=2,
+        data__chat_template=str(tmp_path / "no_template"),
+    )
+    text = refused(config)
+    for part in (
+        "no_model; give a model's folder",
+        "no_data.jsonl: there is no such data file",
+        "set it to 2 or 4",
+        "no_template; check its name",
+    ):
+        assert part in text
+
+
+def test_folder_without_a_configuration_is_refused(tmp_path: Path, conversations: Path):
+    assert "has no config.json" in refused(scenarios.configuration(tmp_path, conversations, tmp_path / "out"))
+
+
+def test_folder_with_pickled_weights_only_is_refused(tmp_path: Path, conversations: Path):
+    folder = tiny.build_model_folder(tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "pickle files only" in refused(scenarios.configuration(folder, conversations, tmp_path / "out"))
+
+
+def test_unknown_model_type_is_refused(tmp_path: Path, conversations: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    config = scenarios.configuration(tmp_path, conversations, tmp_path / "out")
+    assert "is no model that transformers knows" in refused(config)
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path, model_folder: Path, conversations: Path):
+    (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+    config = scenarios.configuration(tmp_path, conversations, tmp_path / "out")
+    assert "No tokenizer could be loaded" in refused(config)
+
+
+def test_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, conversations: Path):
+    folder = tiny.build_model_folder(tmp_path / "model")
+    tiny.build_tokenizer(chat_template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    config = scenarios.configuration(folder, conversations, tmp_path / "out")
+    assert "has no chat template" in refused(config)
+
+
+@pytest.mark.trains
+def test_chat_template_from_a_file_takes_its_place(tmp_path: Path, conversations: Path, request: pytest.FixtureRequest):
+    folder = tiny.build_model_folder(tmp_path / "model")
+    tiny.build_tokenizer(chat_template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    (tmp_path / "template.jinja").write_text(tiny.CHATML)
+    changes = {"train__steps": 2, "data__chat_template": str(tmp_path / "template.jinja")}
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "out", **changes))
+    assert (tmp_path / "out" / "final" / "chat_template.jinja").read_text() == tiny.CHATML
+
+
+def test_broken_line_names_file_and_line(tmp_path: Path, model_folder: Path, conversations: Path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(conversations.read_text() + "{oops\n")
+    text = refused(scenarios.configuration(model_folder, broken, tmp_path / "out"))
+    assert f"{broken}:81: the line is not one JSON object" in text
+    assert "1 row cannot be used" in text
+
+
+def test_prompts_without_held_out_data_are_refused(tmp_path: Path, model_folder: Path, conversations: Path):
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", eval__prompts=2)
+    assert "set data.eval" in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16 needs a GPU"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 is not supported"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "set zero_stage to 1, 2 or 3"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "x"},
+            "names a deepspeed_config_file",
+        ),
+        (
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+                "WORLD_SIZE": "3",
+            },
+            "launch a multiple of 2 from 4 on",
+        ),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sentences are those of a machine without a GPU")
+def test_launch_that_cannot_work_is_refused(
+    environment: dict[str, str],
+    sentence: str,
+    tmp_path: Path,
+    model_folder: Path,
+    conversations: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", train__micro_batch_size=1)
+    assert sentence in refused(config)
+
+
+def test_clipping_in_the_launch_file_that_contradicts_the_recipe_is_refused(
+    ranks, tmp_path: Path, model_folder: Path, conversations: Path
+):
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out")
+    with pytest.raises(AssertionError, match=r"clips gradients at 3\.0 and the recipe at 1\.0"):
+        ranks(2).run(train_with_clipping_in_the_launch_file, config, strategy="zero2")
+
+
+def train_with_clipping_in_the_launch_file(config) -> None:
+    import os
+
+    os.environ["ACCELERATE_GRADIENT_CLIPPING"] = "3.0"
+    sft.main(config)
+
+
+@pytest.mark.trains
+def test_loss_that_is_not_finite_stops_the_run_naming_step_and_rows_and_leaves_what_was_written(
+    tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = iter(range(100))
+    original = sft.token_loss_sum
+
+    def poisoned(logits, next_tokens):
+        factor = float("nan") if next(calls) == 8 + 3 else 1.0  # fourth micro-batch of the second step
+        return original(logits, next_tokens) * factor
+
+    monkeypatch.setattr(sft, "token_loss_sum", poisoned)
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", train__steps=4)
+    with pytest.raises(RunStopped, match="step 2: the loss is not finite") as error:
+        sft.main(config)
+    rows = sft.global_batch(2, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
+    assert f"The rows are {conversations}:{rows[3] + 1}." in str(error.value)
+    assert [m["step"] for m in scenarios.read_metrics(tmp_path / "out")] == [1]
+    assert (tmp_path / "out" / "run.yaml").exists()
+    assert not (tmp_path / "out" / "final").exists()
+
+
+@pytest.mark.trains
+def test_model_that_cannot_be_loaded_costs_neither_the_earlier_run_nor_the_folder(
+    tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "out" / "final").mkdir(parents=True)
+    changes = {"model__attention": "flash_attention_2", "train__overwrite": True}
+    with pytest.raises(InputError, match=r"could not be loaded .*check model\.path and model\.attention"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["final"]
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path: Path, model_folder: Path, conversations: Path):
+    config = json.loads((model_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    changes = {"model__tokenizer": str(model_folder)}
+    assert "the model knows 100 tokens only" in refused(
+        scenarios.configuration(tmp_path, conversations, tmp_path / "out", **changes)
+    )
+
+
+@pytest.mark.trains
+def test_sampling_settings_of_the_base_model_do_not_keep_the_result_from_being_saved(
+    tmp_path: Path, conversations: Path
+):
+    folder = tiny.build_model_folder(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "out", train__steps=1))
+    saved = json.loads((tmp_path / "out" / "final" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_gradient_that_is_not_finite_stops_the_run_under_every_strategy(
+    strategy: str, ranks, tmp_path: Path, model_folder: Path, conversations: Path
+):
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", train__steps=3)
+    with pytest.raises(AssertionError, match="step 2: the gradient norm is not finite"):
+        ranks(2).run(train_with_a_broken_gradient, config, strategy=strategy)
+    assert [m["step"] for m in scenarios.read_metrics(tmp_path / "out")] == [1]
+
+
+def train_with_a_broken_gradient(config) -> None:
+    """The gradient of the second step's last micro-batch is not a number, though its loss is."""
+    calls = iter(range(100))
+    original = sft.token_loss_sum
+
+    def broken(logits, next_tokens):
+        if next(calls) == 4 + 3:
+            logits.register_hook(lambda gradient: gradient * float("nan"))
+        return original(logits, next_tokens)
+
+    sft.token_loss_sum = broken
+    try:
+        sft.main(config)
+    finally:
+        sft.token_loss_sum = original
+
+
+@pytest.mark.parametrize("tampering", ["wrapped twice", "a process missing"])
+@pytest.mark.trains
+def test_strategy_that_is_not_really_active_is_an_error(
+    tampering: str, tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = strategies.Strategy("fsdp2", 0, 1, 1, "no", True) if tampering == "wrapped twice" else None
+    asked = asked or strategies.Strategy("single", 0, 2, 1, "no", True)
+    real = strategies.Strategy("single", 0, 1, 1, "no", True)
+    original = strategies.prepare
+    monkeypatch.setattr(strategies, "asked_for", lambda: real)
+    monkeypatch.setattr(
+        strategies, "prepare", lambda accelerator, strategy, *rest, **k: original(accelerator, asked, *rest, **k)
+    )
+    with pytest.raises(
+        RuntimeError, match=f"asked for {asked.name} with {asked.world_size} process.*nothing was trained"
+    ):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out"))

@@ -1,0 +1,131 @@
+"""Configuration: YAML and flags, strict, all problems at once, each a sentence that says what to do."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.command_line import parse, to_yaml
+from finetune.errors import InputError
+from recipes.sft import Config
+
+REQUIRED = ["--model.path", "m", "--data.train", "t.jsonl", "--train.output_dir", "o"]
+
+
+def problems(*arguments: str) -> list[str]:
+    with pytest.raises(InputError) as error:
+        parse(Config, arguments)
+    return error.value.problems
+
+
+def test_flag_wins_over_file_and_file_over_default(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {learning_rate: 1e-3, seed: 4}\nmodel: {path: from_file}")
+    config = parse(Config, ["--config", str(file), *REQUIRED, "--train.seed", "5"])
+    assert (config.train.learning_rate, config.train.seed, config.model.path) == (1e-3, 5, "m")
+    assert config.train.global_batch_size == 16
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {lerning_rate: 1, steps: many}\neval: 3\nsurprise: {a: 1}")
+    found = "\n".join(problems("--config", str(file), "--model.pth", "x", "--train.max_grad_norm", "-1"))
+    for part in (
+        "--model.pth is no flag of this recipe; did you mean model.path?",
+        "train.lerning_rate is not a key of this recipe; did you mean train.learning_rate?",
+        "train.steps: 'many' was given, but it should be a valid integer",
+        "train.max_grad_norm: -1 was given, but it should be greater than or equal to 0",
+        "eval: 3 is not a section",
+        "surprise is not a key",
+        "model.path is missing; set it in the YAML file or with --model.path.",
+        "data.train is missing",
+        "train.output_dir is missing",
+    ):
+        assert part in found
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("train: {steps: 1, steps: 2}", "key 'steps' stands twice"),
+        ("train: [", "not valid YAML"),
+        ("hello", "holds no sections"),
+    ],
+)
+def test_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, reason: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    assert reason in problems("--config", str(file), *REQUIRED)[0]
+
+
+def test_missing_file_flag_without_value_and_stray_word_are_sentences():
+    assert "nowhere.yaml: the file cannot be read" in problems("--config", "nowhere.yaml", *REQUIRED)[0]
+    assert "expected one argument; see --help." in problems(*REQUIRED, "--train.seed")[0]
+    assert "'stray' belongs to no flag" in problems(*REQUIRED, "stray")[0]
+
+
+def test_values_that_look_like_numbers_stay_text_where_text_is_asked_for():
+    config = parse(Config, [*REQUIRED, "--model.path", "2024", "--data.train", "[a.jsonl, b.jsonl]"])
+    assert config.model.path == "2024"
+    assert config.data.train == ["a.jsonl", "b.jsonl"]
+    assert parse(Config, [*REQUIRED, "--eval.prompts", "3"]).eval.prompts == 3
+    assert parse(Config, [*REQUIRED, "--eval.prompts", "['Why?']"]).eval.prompts == ["Why?"]
+
+
+@pytest.mark.parametrize("value", ["fp8", "adam", "0", "1.5"])
+def test_impossible_choices_and_ranges_are_refused(value: str):
+    key = {"fp8": "weights", "adam": "optimizer", "0": "steps", "1.5": "warmup_ratio"}[value]
+    assert f"train.{key}:" in problems(*REQUIRED, f"--train.{key}", value)[0]
+
+
+def test_printed_configuration_reads_back_as_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        parse(Config, [*REQUIRED, "--train.steps", "7", "--print_config"])
+    assert end.value.code == 0
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse(Config, ["--config", str(file)]) == parse(Config, [*REQUIRED, "--train.steps", "7"])
+
+
+def test_help_lists_every_key_with_its_docstring_and_default(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        parse(Config, ["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    keys = [f"{s}.{n}" for s, f in Config.model_fields.items() for n in f.annotation.model_fields]
+    assert 25 < len(keys) <= 60
+    for key in keys:
+        section, name = key.split(".")
+        field = Config.model_fields[section].annotation.model_fields[name]
+        assert field.description, f"{key} has no docstring"
+        assert f"--{key} " in printed
+    assert " ".join(printed.split()).count("(default: ") + printed.count("(required)") == len(keys)
+
+
+def test_only_the_first_process_prints_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"])
+    assert capsys.readouterr().out == ""
+
+
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x85\u2028\u2029"), min_size=1, max_size=20)
+
+
+@given(rate=st.floats(1e-9, 10), steps=st.one_of(st.none(), st.integers(1, 10**9)), path=text)
+def test_any_valid_configuration_survives_the_way_through_yaml(rate: float, steps: int | None, path: str):
+    values = {
+        "model": {"path": path},
+        "data": {"train": [path]},
+        "train": {"output_dir": path, "learning_rate": rate, "steps": steps},
+    }
+    config = Config.model_validate(values)
+    assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_configuration_cannot_be_changed_after_it_was_read():
+    config = parse(Config, REQUIRED)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3

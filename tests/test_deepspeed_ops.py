@@ -1,0 +1,74 @@
+"""DeepSpeed's C++ operations: a killed build leaves nothing behind that a later one waits for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+from deepspeed.accelerator import get_accelerator
+
+from finetune.errors import InputError
+from finetune.strategy import deepspeed_ops
+from recipes import sft
+
+
+class Builder:
+    """Stands for DeepSpeed's builder of one operation."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loads = 0
+
+    def load(self, verbose: bool) -> None:
+        self.loads += 1
+
+    def is_compatible(self, verbose: bool) -> bool:
+        return False
+
+
+@pytest.fixture
+def builders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Builder]:
+    found: dict[str, Builder] = {}
+    monkeypatch.setattr(
+        type(get_accelerator()), "create_op_builder", lambda self, name: found.setdefault(name, Builder(name))
+    )
+    return found
+
+
+def test_lock_of_a_killed_build_is_removed_and_other_operations_are_left_alone(
+    builders: dict[str, Builder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for operation in ("CPUAdamBuilder", "SomebodyElse"):
+        (tmp_path / operation).mkdir()
+        (tmp_path / operation / "lock").touch()
+    deepspeed_ops.build(cpu=True, offload=True, nvme=False)
+    assert {name: builder.loads for name, builder in builders.items()} == {
+        "ShareMemCommBuilder": 1,
+        "CPUAdamBuilder": 1,
+    }
+    assert not (tmp_path / "CPUAdamBuilder" / "lock").exists()
+    assert (tmp_path / "SomebodyElse" / "lock").exists()
+    assert capsys.readouterr().out.count("Compiling DeepSpeed's") == 2
+
+
+def test_operations_that_were_built_are_loaded_without_a_word(
+    builders: dict[str, Builder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "CPUAdamBuilder").mkdir()
+    (tmp_path / "CPUAdamBuilder" / "CPUAdamBuilder.so").touch()
+    deepspeed_ops.build(cpu=False, offload=True, nvme=False)
+    assert builders["CPUAdamBuilder"].loads == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_nvme_offload_without_libaio_is_refused_with_what_to_install(
+    builders: dict[str, Any], tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for key, value in {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "3", "MIXED_PRECISION": "no"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{key}", value)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme")
+    with pytest.raises(InputError) as error:
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out"))
+    assert error.value.problems == [deepspeed_ops.NO_LIBAIO]

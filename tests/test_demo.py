@@ -1,0 +1,36 @@
+"""``make demo``, as a user runs it: the real SmolLM2-135M learns, and shows it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from scenarios import read_metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_demo_lowers_the_held_out_loss_by_a_third_and_changes_the_answers(tmp_path: Path):
+    environment = Path(sys.prefix)
+    command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", f"VENV={environment}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    metrics = read_metrics(tmp_path / "demo")
+    losses = yaml.safe_load((tmp_path / "demo" / "run.yaml").read_text())["eval_loss"]
+    assert losses["after"] < 0.7 * losses["before"]
+    assert metrics[-1]["eval_loss"] == losses["after"]
+    assert re.search(r"held-out loss: \d\.\d{4} before, \d\.\d{4} after training", result.stdout)
+    assert result.stdout.count("├") == 2  # three answers in the table
+    assert result.stdout.count('{"do":') == 3  # the format that was taught, in no answer before
+    assert f"The fine-tuned model lies in {tmp_path / 'demo' / 'final'}" in result.stdout
+    assert all(len(line) <= 100 for line in result.stdout.splitlines() if "lies in" not in line)
+
+
+def test_demo_data_is_disjoint_and_large_enough():
+    train, held_out = (
+        (ROOT / "recipes" / "data" / f"demo_{part}.jsonl").read_text().splitlines() for part in ("train", "heldout")
+    )
+    assert len(train) >= 150
+    assert len(held_out) >= 30
+    assert len({*train, *held_out}) == len(train) + len(held_out)

@@ -1,0 +1,30 @@
+"""Every notebook runs from top to bottom, and is kept in git without outputs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").rglob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert [path.stem for path in NOTEBOOKS] == ["01_first_run"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_no_outputs(path: Path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert cell.cell_type != "code" or (cell.outputs == [] and cell.execution_count is None)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_without_errors_and_warnings(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    client.execute()  # raises at the first cell that fails
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert "image/png" in {kind for output in outputs for kind in output.get("data", {})}
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "warning" not in printed.lower()

@@ -1,0 +1,93 @@
+"""Optimizers: which parameters decay, and AdamW without master weights."""
+
+import pytest
+import torch
+from transformers.trainer_pt_utils import get_parameter_names
+
+from finetune.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically
+
+
+def build(model, **changes):
+    settings = {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "weights": "fp32_master"}
+    return build_optimizer(model, **settings | {"fused": False, "rounding_seed": 0} | changes)
+
+
+def rounded(values, seed: int = 0):
+    return round_stochastically(values, torch.Generator().manual_seed(seed))
+
+
+def test_decayed_parameters_are_those_that_transformers_decays():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+        attention_bias=True,
+    )
+    model = LlamaForCausalLM(config)
+    norms = [type(m) for m in model.modules() if "Norm" in type(m).__name__]
+    expected = {name for name in get_parameter_names(model, norms) if "bias" not in name}
+    optimizer = build(model)
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert {name for name, p in model.named_parameters() if id(p) in decayed} == expected
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    layer = torch.nn.Linear(2, 2)
+    layer.bias.requires_grad = False
+    assert sum(len(g["params"]) for g in build(layer).param_groups) == 1
+
+
+def test_stochastic_adamw_equals_torch_adamw_on_fp32_weights():
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
+    optimizers = [
+        StochasticRoundingAdamW([ours], lr=1e-2, weight_decay=0.1),
+        torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1),
+    ]
+    for _ in range(20):
+        ours.grad = theirs.grad = torch.randn(64)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_stochastic_rounding_keeps_the_expectation_and_rounds_to_neighbours_only():
+    torch.manual_seed(0)
+    value = torch.tensor(1.0 + 0.3 * 2**-7)  # 0.3 of the way from 1 to the next bf16 number
+    found = rounded(value.expand(100_000).contiguous()).float()
+    assert set(found.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert found.mean().item() == pytest.approx(value.item(), abs=6e-5)  # 5 standard errors
+
+
+@pytest.mark.parametrize("special", [0.0, float("inf"), -float("inf"), 1.5, -2.0])
+def test_numbers_that_bf16_holds_are_not_changed(special: float):
+    assert rounded(torch.full((1000,), special)).float().unique().tolist() == [special]
+
+
+def test_small_updates_of_bf16_weights_survive_where_rounding_to_nearest_loses_them():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(1, 4096, bias=False, dtype=torch.bfloat16)
+    ours = layer.weight
+    torch.nn.init.ones_(ours)
+    nearest = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    reference = torch.nn.Parameter(torch.ones(4096))
+    optimizers = [
+        build(layer, weights="bf16", learning_rate=1e-5, weight_decay=0.0),
+        torch.optim.AdamW([nearest], lr=1e-5, weight_decay=0.0),
+        torch.optim.AdamW([reference], lr=1e-5, weight_decay=0.0),
+    ]
+    for _ in range(100):
+        gradient = torch.randn(4096) + 1
+        nearest.grad = gradient.bfloat16()
+        ours.grad = nearest.grad[:, None]
+        reference.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = 1 - reference.mean().item()
+    assert 1 - nearest.float().mean().item() == 0  # every update was lost
+    assert 1 - ours.float().mean().item() == pytest.approx(moved, rel=0.1)

@@ -1,0 +1,91 @@
+"""What a run leaves: refused before it would be lost, complete when it is there."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from scenarios import configuration, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import output
+from finetune.errors import InputError
+from recipes.sft import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, conversations: Path, held_out: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    main(
+        configuration(
+            model_folder,
+            conversations,
+            folder,
+            train__steps=5,
+            data__eval=str(held_out),
+            eval__every=2,
+            eval__prompts=1,
+        )
+    )
+    return folder
+
+
+def test_metrics_have_one_line_per_step_with_the_documented_keys(run: Path):
+    metrics = read_metrics(run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
+    keys = {"step", "loss", "tokens", "total_tokens", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second"}
+    assert all(set(m) - {"eval_loss"} == keys for m in metrics)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [2, 4, 5]
+    assert all(m["tokens"] < m["total_tokens"] for m in metrics)
+
+
+def test_run_yaml_tells_configuration_strategy_versions_hardware_data_and_commit(run: Path):
+    record = yaml.safe_load((run / "run.yaml").read_text())
+    assert record["config"]["train"]["steps"] == 5
+    assert record["strategy"] == {"name": "single", "processes": 1, "precision": record["strategy"]["precision"]}
+    assert record["packages"]["torch"] == importlib.metadata.version("torch")
+    assert len(record["data"]["train"]) == 64
+    assert {"python", "hardware", "git_commit"} <= set(record)
+    assert record["eval_loss"]["after"] == read_metrics(run)[-1]["eval_loss"]
+
+
+def test_final_loads_with_transformers_and_gives_the_held_out_loss_of_the_run(run: Path, held_out: Path):
+    from finetune import data
+    from finetune.loss import token_loss_sum
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    assert model.config.tie_word_embeddings
+    rows = data.read_rows([str(held_out)], tokenizer, 64)
+    total = 0.0
+    with torch.no_grad():
+        for i in range(len(rows)):
+            batch = data.collate(rows.rows, [i], torch.device("cpu"))
+            total += token_loss_sum(model(input_ids=batch["input_ids"]).logits, batch["next_tokens"]).item()
+    assert total / sum(rows.trained_tokens) == pytest.approx(read_metrics(run)[-1]["eval_loss"], rel=2e-2)
+    assert "base_model" in (run / "final" / "README.md").read_text()
+    assert not list((run / "final").glob("*.bin"))
+
+
+def test_folder_that_holds_a_run_is_refused_and_left_alone(run: Path, model_folder: Path, conversations: Path):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(InputError, match=r"holds a run already.*overwrite"):
+        main(configuration(model_folder, conversations, run, train__overwrite=False))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_overwriting_replaces_the_run_and_nothing_else(tmp_path: Path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert output.problems(tmp_path, overwrite=True) == []
+    output.prepare_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_output_folder_that_is_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert "is a file" in output.problems(tmp_path / "file", overwrite=False)[0]
+    assert output.problems(tmp_path / "new" / "folder", overwrite=False) == []
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,45 @@
+"""The README's figures are those that were measured, and its lists are complete."""
+
+import json
+from pathlib import Path
+
+import pytest
+from parity import ACCUMULATIONS, BF16_TOLERANCE, FP32_TOLERANCE, LAUNCHES, MAX_GRAD_NORMS, OPTIMIZERS
+
+from benchmarks.parity_table import RESULTS, table, with_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def comparisons() -> list[dict]:
+    return json.loads(RESULTS.read_text())["comparisons"]
+
+
+def test_table_is_generated_from_the_recorded_parity_run():
+    assert with_table(README, table(json.loads(RESULTS.read_text()))) == README
+
+
+def test_recorded_run_covers_every_launch_and_setting_within_the_tolerances(comparisons: list[dict]):
+    exact = [row for row in comparisons if row["precision"] == "fp32"]
+    launches = [("single", 1), *LAUNCHES]
+    assert len(exact) == (len(launches) * len(OPTIMIZERS) - 1) * len(MAX_GRAD_NORMS) * len(ACCUMULATIONS)
+    assert {(row["strategy"], row["processes"]) for row in exact} == set(launches)
+    rounded = [row for row in comparisons if row["precision"] == "bf16"]
+    assert [(row["strategy"], row["processes"]) for row in rounded] == LAUNCHES
+    for rows, tolerance in ((exact, FP32_TOLERANCE), (rounded, BF16_TOLERANCE)):
+        assert all(row[key] <= tolerance[key] for row in rows for key in tolerance)
+
+
+def test_stated_tolerances_are_those_of_the_tests():
+    assert "1e-5 in fp32" in README
+    assert FP32_TOLERANCE == {"loss": 1e-5, "grad_norm": 1e-5}
+    assert "3e-3 (loss) and 1e-2 (gradient norm) in bf16" in README
+    assert BF16_TOLERANCE == {"loss": 3e-3, "grad_norm": 1e-2}
+
+
+def test_every_strategy_file_is_in_the_readme():
+    names = [path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")]
+    assert len(names) == 10
+    assert all(f"| `{name}` |" in README for name in names)

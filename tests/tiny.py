@@ -1,0 +1,71 @@
+"""A tiny GQA Llama with random weights, a tokenizer trained on the spot, and conversations: nothing is downloaded."""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = "the a one two red blue green house tree river stone walks runs sings sleeps under over beside with and then"
+WORDS = TEXT.split()
+
+
+def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 512 entries, whose PAD equals the end of a turn, as SmolLM2's does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS) + " user assistant system\n"] * 8, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = chat_template
+    return fast
+
+
+def build_model_folder(folder: Path, *, layers: int = 2, tied: bool = True, dtype: str = "float32") -> Path:
+    """Configuration without weights (random ones are drawn from the seed), and the tokenizer."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=512,
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
+        dtype=dtype,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=1,
+    )
+    config.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def sentence(rng: random.Random, longest: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
+
+
+def write_conversations(path: Path, rows: int, seed: int = 0, longest: int = 12) -> Path:
+    """Conversations with very uneven numbers of trained tokens, one or two answers each."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(rows):
+            messages = []
+            for _ in range(rng.choice([1, 1, 2])):
+                messages.append({"role": "user", "content": sentence(rng, longest)})
+                messages.append({"role": "assistant", "content": sentence(rng, longest)})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
