@@ -1,5 +1,6 @@
 """What a person sees of a run: a progress bar in a terminal, plain lines in a file. Main process only."""
 
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -15,8 +16,11 @@ class Screen:
 
     def __init__(self, *, shown: bool, total_steps: int, every: int) -> None:
         """Args: whether this process prints, the steps of the run, and the steps between lines in a file."""
-        # as text in notebooks too: processes forked from one cannot send it anything else
-        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False)
+        # A notebook gets plain lines too: processes forked from it can send nothing else, and though it asks for
+        # colours (FORCE_COLOR) it is no terminal in which a bar could be redrawn.
+        self.console = Console(
+            quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
+        )
         self.total_steps, self.every = total_steps, every
         self.bar = Progress(
             TextColumn("step"),

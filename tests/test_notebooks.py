@@ -28,3 +28,5 @@ def test_notebook_runs_without_errors_and_warnings(path: Path):
     assert "image/png" in {kind for output in outputs for kind in output.get("data", {})}
     printed = "".join(output.get("text", "") for output in outputs)
     assert "warning" not in printed.lower()
+    assert "step 2/2  loss" in printed
+    assert "\x1b" not in printed  # plain lines, not a bar drawn over and over

@@ -1,0 +1,35 @@
+"""A run is readable when its output goes into a file, whatever the environment asks of terminals."""
+
+import pytest
+
+from finetune.progress import Screen
+
+METRICS = {"loss": 1.25, "tokens_per_second": 1234.5, "grad_norm": 0.5, "step_seconds": 2.0}
+
+
+def test_output_that_is_no_terminal_gets_plain_lines_with_loss_speed_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Screen(shown=True, total_steps=4, every=2) as screen:
+        for step in range(1, 5):
+            screen.step(METRICS | {"step": step, **({"eval_loss": 1.5} if step == 4 else {})})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2/4  loss 1.2500  1,234 tokens/s  grad norm 0.500  4 s left",
+        "step 4/4  loss 1.2500  1,234 tokens/s  grad norm 0.500  0 s left",
+        "step 4: held-out loss 1.5000",
+    ]
+
+
+def test_step_whose_gradient_overflowed_says_so(capsys: pytest.CaptureFixture[str]):
+    with Screen(shown=True, total_steps=1, every=1) as screen:
+        screen.step(METRICS | {"step": 1, "grad_norm": None})
+    assert "grad norm overflow" in capsys.readouterr().out
+
+
+def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]):
+    with Screen(shown=False, total_steps=1, every=1) as screen:
+        screen.say("hello")
+        screen.step(METRICS | {"step": 1})
+        screen.answers(["q"], ["a"], ["b"])
+    assert capsys.readouterr().out == ""
