@@ -10,12 +10,12 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
 
-.PHONY: demo test check parity ops clean
+.PHONY: demo test parity ops clean
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.demo_model) && \
 	accelerate launch --config_file accelerate_configs/single.yaml \
-	  --mixed_precision $$(python -c "from finetune.strategy import *; print(native_precision())") \
+	  --mixed_precision $$(python -c "from finetune.strategy import native_precision; print(native_precision())") \
 	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)
 
 test: $(VENV)/.test ops

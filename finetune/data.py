@@ -68,9 +68,9 @@ class Rows:
         return text
 
 
-def vocabulary_problems(rows: Rows, vocabulary: int) -> list[str]:
+def vocabulary_problems(sources: Sequence[Rows | None], vocabulary: int) -> list[str]:
     """Tokens that the model has no embedding for."""
-    largest = max(max(row.tokens) for row in rows.rows)
+    largest = max(max(row.tokens) for rows in sources if rows is not None for row in rows.rows)
     if largest < vocabulary:
         return []
     return [

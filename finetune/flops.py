@@ -1,11 +1,14 @@
 """Floating-point operations of training, and the peak of known GPUs, for model FLOP/s utilisation (MFU)."""
 
+import re
+
 PEAK_TFLOPS = {
     # dense bf16 or fp16 tensor cores with fp32 accumulation, from NVIDIA's data sheets; the longest name that
-    # a GPU's name contains counts
+    # a GPU's name contains as words counts ("RTX A4000" is no A40)
     "B200": 2250.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
     "H100": 989.0,
     "A100": 312.0,
     "A10G": 70.0,
@@ -22,7 +25,7 @@ PEAK_TFLOPS = {
 
 def peak_flops(gpu_name: str) -> float | None:
     """Peak FLOP/s of a GPU, or None where it is not known."""
-    known = [name for name in PEAK_TFLOPS if name in gpu_name]
+    known = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", gpu_name)]
     return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 

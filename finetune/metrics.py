@@ -18,7 +18,7 @@ class Meter:
     """Collects a step's tensors and turns them into numbers when the next step is under way."""
 
     def __init__(self, accelerator: Accelerator, *, flops_per_token: float, peak_flops: float | None) -> None:
-        """Args: model FLOPs per processed token, and one GPU's peak FLOP/s where it is known."""
+        """Args: model FLOPs per token of a row, and one GPU's peak FLOP/s where it is known."""
         self.accelerator = accelerator
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -34,6 +34,7 @@ class Meter:
         rows: list[str],
         losses: torch.Tensor,
         tokens: int,
+        row_tokens: int,
         total_tokens: int,
         grad_norm: torch.Tensor | float,
         learning_rate: float,
@@ -45,6 +46,7 @@ class Meter:
             rows: ``file:line`` of the rows of the step, all processes.
             losses: sum of the token losses of each of this process's micro-batches, on its device.
             tokens: trained tokens of the step, all processes.
+            row_tokens: tokens of the rows, trained or not; the useful work that ``mfu`` is of.
             total_tokens: positions that the step processed, all processes, padding included.
             grad_norm: global norm before clipping.
             skipped: the optimizer left the step out because fp16 gradients overflowed.
@@ -64,6 +66,7 @@ class Meter:
             "step": step,
             "rows": rows,
             "tokens": tokens,
+            "row_tokens": row_tokens,
             "total_tokens": total_tokens,
             "learning_rate": learning_rate,
             "skipped": skipped,
@@ -100,8 +103,8 @@ class Meter:
             "tokens_per_second": known["total_tokens"] / seconds,
         }
         if self.peak_flops is not None:
-            rate = metrics["tokens_per_second"] * self.flops_per_token / self.accelerator.num_processes
-            metrics["mfu"] = rate / self.peak_flops
+            flops = known["row_tokens"] * self.flops_per_token / self.accelerator.num_processes
+            metrics["mfu"] = flops / seconds / self.peak_flops
         if peak_memory_gib > 0:
             metrics["peak_memory_gib"] = peak_memory_gib
         if self.accelerator.mixed_precision == "fp16":

@@ -62,7 +62,7 @@ def main(cfg: Config) -> None:
     )
     train = data.read_rows(train_files, tokenizer, cfg.data.max_length)
     held_out = data.read_rows(eval_files, tokenizer, cfg.data.max_length) if eval_files else None
-    refuse_if_any(data.vocabulary_problems(train, model_config.get_text_config().vocab_size))
+    refuse_if_any(data.vocabulary_problems([train, held_out], model_config.get_text_config().vocab_size))
     conversations = questions(cfg.eval.prompts, held_out)
 
     batch_size, micro_batch_size = cfg.train.global_batch_size, cfg.train.micro_batch_size
@@ -174,6 +174,7 @@ def main(cfg: Config) -> None:
                 rows=[train.rows[i].source for i in rows if i != EMPTY],
                 losses=torch.stack(losses),
                 tokens=tokens,
+                row_tokens=sum(train.lengths[i] for i in rows if i != EMPTY),
                 total_tokens=positions_in(rows, train.lengths, micro_batch_size),
                 grad_norm=grad_norm,
                 learning_rate=rate,

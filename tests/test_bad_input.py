@@ -81,7 +81,7 @@ def test_tokenizer_without_a_chat_template_is_refused(tmp_path: Path, conversati
 
 
 @pytest.mark.trains
-def test_chat_template_from_a_file_takes_its_place(tmp_path: Path, conversations: Path, request: pytest.FixtureRequest):
+def test_chat_template_from_a_file_takes_its_place(tmp_path: Path, conversations: Path):
     folder = tiny.build_model_folder(tmp_path / "model")
     tiny.build_tokenizer(chat_template=None).save_pretrained(folder)
     (folder / "chat_template.jinja").unlink()

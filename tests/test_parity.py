@@ -149,7 +149,7 @@ def test_nvme_offload_with_another_optimizer_than_adam_is_refused(run: Run):
         run("zero3_nvme", 2, train__optimizer="sgd")
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
 def test_bf16_losses_stay_within_the_stated_tolerance(
     strategy: str, world_size: int, run: Run, reference: Any, recorded: list[dict[str, Any]]
 ):

@@ -33,18 +33,18 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
     return fast
 
 
-def build_model_folder(folder: Path, *, layers: int = 2, tied: bool = True, dtype: str = "float32") -> Path:
+def build_model_folder(folder: Path, *, tied: bool = True) -> Path:
     """Configuration without weights (random ones are drawn from the seed), and the tokenizer."""
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=512,
         tie_word_embeddings=tied,
         architectures=["LlamaForCausalLM"],
-        dtype=dtype,
+        dtype="float32",
         eos_token_id=1,
         bos_token_id=None,
         pad_token_id=1,

@@ -1,0 +1,48 @@
+"""Counted FLOPs against PyTorch's own counter, and which GPU a name stands for."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune import model as models
+from finetune.flops import peak_flops, training_flops_per_token
+
+
+def test_flops_of_a_training_step_are_those_that_pytorch_counts():
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=512,
+        attn_implementation="eager",  # the counter sees its matrix products
+    )
+    model, length = LlamaForCausalLM(config), 48
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(3, length, dtype=torch.int64)).logits.sum().backward()
+    shape = models.shape(model)
+    ours = training_flops_per_token(**shape, mean_row_length=length)
+    skipped_half = 6 * shape["layers"] * shape["heads"] * shape["head_dim"] * length  # above the diagonal
+    assert (ours + skipped_half) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("Tesla T4", 65),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA T400", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_peak_is_that_of_the_gpu_and_of_no_other_with_a_similar_name(name: str, tflops: float | None):
+    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)

@@ -1,0 +1,25 @@
+"""What a step's figures are made of."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from finetune.metrics import Meter
+
+
+def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():
+    meter = Meter(Accelerator(cpu=True), flops_per_token=1e6, peak_flops=1e9)
+    (metrics,) = meter.update(
+        step=1,
+        rows=["a:1"],
+        losses=torch.tensor([6.0, 2.0]),
+        tokens=4,
+        row_tokens=30,
+        total_tokens=50,
+        grad_norm=1.5,
+        learning_rate=1e-3,
+        skipped=False,
+    )
+    assert metrics["loss"] == 2.0
+    assert metrics["tokens_per_second"] == pytest.approx(50 / metrics["step_seconds"])
+    assert metrics["mfu"] == pytest.approx(30 * 1e6 / metrics["step_seconds"] / 1e9)
