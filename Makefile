@@ -34,16 +34,19 @@ ops: $(VENV)/.test
 
 # PyTorch first and alone: a package that asks for any PyTorch then finds the pinned one in place
 $(VENV)/bin/python: constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+	@echo "Installing PyTorch into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python setup.cfg
-	$(PIP) --editable '.[demo]'
+	@echo "Installing finetune and what the demo needs"
+	@$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python setup.cfg
-	$(PIP) --editable '.[deepspeed,demo,notebooks,test]'
+	@echo "Installing finetune and what the tests need"
+	@$(PIP) --editable '.[deepspeed,demo,notebooks,test]'
 	@touch $@ $(VENV)/.demo
 
 clean:
