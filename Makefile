@@ -1,6 +1,7 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
 # make test   formatting, lint, types and every test
 # make parity measure the README's table of strategies anew
+# make tables write the README's table of what goes with what from the code
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
 
-.PHONY: demo test parity ops clean
+.PHONY: demo test parity tables ops clean
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.demo_model) && \
@@ -27,6 +28,9 @@ test: $(VENV)/.test ops
 parity: $(VENV)/.test ops
 	python -m pytest tests/test_parity.py --record-parity
 	python -m benchmarks.parity_table
+
+tables: $(VENV)/.test
+	python -m benchmarks.compatibility_table
 
 # DeepSpeed's C++ operations, built once and kept in the user's cache
 ops: $(VENV)/.test

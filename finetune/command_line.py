@@ -142,7 +142,7 @@ def _type_name(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
     if get_origin(annotation) is Literal:
-        return "{" + ",".join(get_args(annotation)) + "}"
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
     if get_origin(annotation) in (Union, types.UnionType):
         return "|".join(_type_name(a) for a in get_args(annotation))
     if get_origin(annotation) is list:

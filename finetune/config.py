@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -32,6 +33,31 @@ class Model(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """Attention implementation; auto leaves the choice to transformers: sdpa (PyTorch's scaled_dot_product_attention)
     for most models."""
+
+
+class Quantization(Section):
+    bits: Literal["none", 8, 4] = "none"
+    """Store the frozen weights of the linear layers in fewer bits, through bitsandbytes: 4 (NF4 with double
+    quantisation, 0.52 bytes a weight) or 8 (LLM.int8, 1 byte). Needs an adapter. A model that is published quantised
+    is recognised, and loaded as it is."""
+
+
+class Adapter(Section):
+    type: Literal["none", "lora", "dora"] = "none"
+    """none: every weight is trained. lora: the model is frozen, and a product of two thin matrices is trained beside
+    each linear layer (arXiv:2106.09685). dora: a magnitude per output as well (arXiv:2402.09353)."""
+    rank: PositiveInt = 16
+    """Rank of the two matrices."""
+    alpha: PositiveFloat = 32.0
+    """The product is scaled by alpha / rank."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead, for large ranks (rsLoRA, arXiv:2312.03732)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's input. Above 0 it takes more memory: each layer keeps its own copy of its input."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers that get an adapter: all but the output head, or a list of names, [q_proj, v_proj] say."""
+    modules_to_save: list[str] = []
+    """Modules trained whole and saved with the adapter, [embed_tokens, lm_head] where new tokens must be learned."""
 
 
 class Data(Section):
@@ -66,12 +92,15 @@ class Train(Section):
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Share of the steps over which the learning rate rises."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW (L2 for SGD); norms and biases are left out."""
+    """Decoupled weight decay of the weight matrices (L2 for SGD); norms, biases and DoRA's magnitudes have none."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 switches clipping off. Metrics report the norm
     before clipping either way."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (betas 0.9 and 0.999), or plain SGD without momentum."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd"] = "adamw"
+    """AdamW (betas 0.9 and 0.999; fused on a GPU), 8 bytes of state a trained weight. adamw_8bit: 2 bytes;
+    paged_adamw_8bit: the same, moved to host memory when the GPU is full; lion_8bit: 1 byte (betas 0.9 and 0.99; take
+    a third to a tenth of AdamW's learning rate). adafactor: a row and a column of state a matrix. sgd: no
+    state, no momentum."""
     weights: Literal["fp32_master", "bf16"] = "fp32_master"
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision.
     bf16: weights, gradients and optimizer state in bf16, half of the memory; AdamW then rounds each update of a

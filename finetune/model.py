@@ -1,5 +1,7 @@
 """Tokenizer, weights and answers, through transformers."""
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from . import quantization
 from .errors import InputError
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def quiet() -> None:
-    """Leave the screen to the recipe: no progress bars and no notes of transformers below an error."""
+    """Leave the screen to the recipe: no progress bars, and no notes of the libraries below an error."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it casts inside, kernels that it did not find
 
 
 def problems(path: str, tokenizer: str | None, chat_template: str | None) -> list[str]:
@@ -100,11 +104,31 @@ def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
+def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """The model's modules and shapes, without memory for its weights.
+
+    Raises:
+        InputError: if it is no causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"model.path: no causal language model can be made of its configuration ({_first_line(error)})."
+        ) from error
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep the input of each layer only, and compute the rest again in the backward pass."""
+    with warnings.catch_warnings():  # transformers has renamed it in 5.20; under the old name it is there until 6
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def largest_parameter(config: PreTrainedConfig, trust_remote_code: bool) -> int:
     """Elements of the largest parameter, told from the model's shapes alone."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return max(parameter.numel() for parameter in model.parameters())
+    return max(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
 
 
 def load_model(
@@ -116,10 +140,15 @@ def load_model(
     attention: str,
     dtype: torch.dtype,
     seed: int,
+    bits: int | None,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Weights in ``dtype``, on the CPU (or partitioned as they are read, where the strategy does so).
 
     A folder without weights gives random ones, drawn from ``seed``.
+
+    Args:
+        bits: 4 or 8 for quantised linear layers, on ``device``; None for those that are stored, quantised or not.
 
     Raises:
         InputError: if the model cannot be loaded.
@@ -135,10 +164,21 @@ def load_model(
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
+            if bits:
+                quantization.quantize(model, bits, dtype, device)
         else:
+            stored_bits = quantization.stored_bits(config)
+            if bits and not stored_bits:
+                common["quantization_config"] = quantization.bitsandbytes_config(bits, dtype)
+            if bits or stored_bits:
+                common["device_map"] = {"": device}
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, revision=revision, dtype=dtype, use_safetensors=True, **common
             )
+            # a note of transformers where the model lies, on which Accelerate would insist when the strategy moves it
+            vars(model).pop("hf_device_map", None)
+        if bits or quantization.stored_bits(config):
+            quantization.settle(model, dtype)
     except (OSError, ImportError, ValueError) as error:
         raise InputError(
             f"The model {path} could not be loaded ({_first_line(error)}); check model.path and model.attention."
@@ -153,9 +193,11 @@ def load_model(
 def shape(model: PreTrainedModel) -> dict[str, int]:
     """Sizes that the count of FLOPs needs; read off modules, since weights may be partitioned already."""
     config = model.config.get_text_config()
-    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "original_m" not in name]
+    trained = [m for m in linear if m.weight.requires_grad]
     return {
         "matrix_parameters": sum(m.in_features * m.out_features for m in linear),
+        "trained_matrix_parameters": sum(m.in_features * m.out_features for m in trained),
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 
+from .rounding import local_shard, round_stochastically
+
 BETAS, EPSILON = (0.9, 0.999), 1e-8
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+"""Optimizers whose state is kept in 8 bits, by bitsandbytes."""
 
 
 def build_optimizer(
@@ -20,24 +24,33 @@ def build_optimizer(
     """The optimizer of a recipe, over the parameters of a model that are trained.
 
     Args:
-        name: ``adamw`` or ``sgd``.
-        weight_decay: applied to everything but biases and the parameters of norms.
-        weights: ``bf16`` takes AdamW with stochastic rounding.
+        name: one of the recipe's ``train.optimizer``.
+        weight_decay: applied to matrices: not to biases, norms and DoRA's magnitudes.
+        weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
     """
     decayed: dict[torch.nn.Parameter, None] = {}  # as ordered sets: tied weights are met twice
     others: dict[torch.nn.Parameter, None] = {}
     for module in model.modules():
-        is_norm = "norm" in type(module).__name__.lower()
+        is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                (others if is_norm or key == "bias" else decayed)[parameter] = None
+                (others if is_vector or key == "bias" else decayed)[parameter] = None
     groups: list[dict[str, Any]] = [
-        {"params": list(decayed), "weight_decay": weight_decay},
-        {"params": list(others), "weight_decay": 0.0},
+        {"params": list(decayed), "weight_decay": weight_decay, "state_bits": 8},
+        {"params": list(others), "weight_decay": 0.0, "state_bits": 32},
     ]
     groups = [group for group in groups if group["params"]]
+    if name in EIGHT_BIT:
+        from .eight_bit import build_eight_bit_optimizer  # bitsandbytes takes seconds to import
+
+        return build_eight_bit_optimizer(groups, name=name, learning_rate=learning_rate, rounding_seed=rounding_seed)
+    if name == "adafactor":
+        from transformers import Adafactor  # imports PEFT and more
+
+        # with the rate as it is given: scaled by a weight's own size, an adapter that starts at zero would stay there
+        return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate)
     if weights == "bf16":
@@ -76,7 +89,7 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        weight, grad, first, second = map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
+        weight, grad, first, second = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
         if self.random is None:
             self.random = torch.Generator(weight.device).manual_seed(self.seed)
         grad = grad.float()
@@ -93,19 +106,3 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
 
 def _store(target: torch.Tensor, values: torch.Tensor, random: torch.Generator) -> None:
     target.copy_(round_stochastically(values, random) if target.dtype == torch.bfloat16 else values)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this process holds; it shares memory with the tensor."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
-
-
-def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probability that makes the expectation the value itself.
-
-    bf16 is the upper half of the bits of fp32: adding a uniform number below 2^16 and cutting the lower half off
-    carries into the upper half with just that probability.
-    """
-    noise = torch.randint(1 << 16, values.shape, generator=random, dtype=torch.int32, device=values.device)
-    bits = values.view(torch.int32) + noise
-    return (bits & -(1 << 16)).view(torch.float32).to(torch.bfloat16)

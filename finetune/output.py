@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,27 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "tokenizers", "safetensors", "numpy")
-OURS = ("run.yaml", "metrics.jsonl", "final")
+from . import adapter
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "deepspeed",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
+RECORDS = ("run.yaml", "metrics.jsonl")
 
 
 def problems(folder: Path, overwrite: bool) -> list[str]:
     """Why a run may not write into this folder, as sentences. Creates and removes nothing."""
     if folder.exists() and not folder.is_dir():
         return [f"train.output_dir: {folder} is a file; name a folder."]
-    held = [name for name in OURS if (folder / name).exists()]
+    held = [name for name in (*RECORDS, "final") if (folder / name).exists()]
     if held and not overwrite:
         return [
             f"train.output_dir: {folder} holds a run already ({', '.join(held)}); name another folder, or replace that "
@@ -36,11 +48,10 @@ def problems(folder: Path, overwrite: bool) -> list[str]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder; remove the files of an earlier run there, and nothing else."""
+    """Create the folder; remove the records of an earlier run there. Its final/ stays until the new one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in OURS:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for name in RECORDS:
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:
@@ -86,8 +97,10 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     loss = f"- loss of the last step: {metrics['loss']:.4f}\n"
     if "eval_loss" in metrics:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
+    is_adapter = run["config"]["adapter"]["type"] != "none"
+    kind = "library_name: peft\ntags: [sft, lora]" if is_adapter else "library_name: transformers\ntags: [sft]"
     return (
-        f"---\nbase_model: {base}\nlibrary_name: transformers\ntags: [sft]\n---\n\n"
+        f"---\nbase_model: {base}\n{kind}\n---\n\n"
         f"# Fine-tuned from {Path(base).name}\n\n"
         f"- optimizer steps: {metrics['step']}\n{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
@@ -101,30 +114,60 @@ def save_final(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     parameters: Iterable[tuple[str, torch.Tensor]],
+    working: Iterable[tuple[str, torch.Tensor]],
     *,
+    adapter_alone: bool,
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     card: str | None,
+    record: dict[str, Any],
 ) -> None:
-    """Write final/: a model folder that transformers loads, complete or absent.
+    """Write final/: the model as transformers loads it, or its adapter as PEFT does; complete or absent.
 
-    Every process calls it and runs through ``parameters``, whose gathering is collective; the main process,
-    which alone has a ``card``, writes.
+    Every process calls it and runs through both iterables, whose gathering is collective; the main process,
+    which alone has a ``card``, writes. An adapter is read back and held against the model before it takes its place.
 
     Args:
-        parameters: name and whole value of each parameter.
-        dtype: of the saved weights, rounded once from the trained ones.
+        parameters: name and whole value of each trained parameter (its master, where there is one).
+        working: the same as the model computes with them.
+        adapter_alone: save the adapter, not the model.
+        shapes: of each trained parameter.
+        dtype: of a saved model's weights, rounded once from the trained ones. An adapter is saved as it was trained.
         card: text of the model card; None on the other processes.
+        record: the run's, as in run.yaml: it goes with the result.
+
+    Raises:
+        RunStopped: if what was written is not what was trained.
     """
+    temporary = folder / "final.tmp"
     state = {}
     for name, value in parameters:
         if card is not None:
-            state[name] = value.to(device="cpu", dtype=dtype, copy=True)
-    if card is None:
-        return
-    temporary = folder / "final.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.config.dtype = dtype
-    model.save_pretrained(temporary, state_dict=state)
-    tokenizer.save_pretrained(temporary)
-    (temporary / "README.md").write_text(card, encoding="utf-8")
-    temporary.replace(folder / "final")
+            state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtype, copy=True)
+    if card is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if adapter_alone:
+            adapter.save(temporary, model, state)
+        else:
+            model.config.dtype = dtype
+            model.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        write_run(temporary, record)
+    if adapter_alone and card is not None:
+        adapter.verify(temporary, model, shapes, working)
+    elif adapter_alone:
+        for _ in working:
+            pass
+    if card is not None:
+        replace(temporary, folder / "final")
+
+
+def replace(temporary: Path, final: Path) -> None:
+    """Put a complete folder in the place of an earlier one, which is there until then."""
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

@@ -16,7 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from finetune import config, data, output
+from finetune import adapter as adapters
+from finetune import config, data, output, quantization
 from finetune import model as models
 from finetune import strategy as strategies
 from finetune.command_line import run
@@ -32,6 +33,8 @@ from finetune.schedule import learning_rate
 
 class Config(config.Section):
     model: config.Model
+    quantization: config.Quantization = config.Quantization()
+    adapter: config.Adapter = config.Adapter()
     data: config.Data
     train: config.Train
     eval: config.Eval = config.Eval()
@@ -44,17 +47,38 @@ def main(cfg: Config) -> None:
     strategy = strategies.asked_for()
     folder, offload_folder = Path(cfg.train.output_dir), Path(cfg.train.output_dir) / "nvme_offload"
     train_files, eval_files = as_list(cfg.data.train), as_list(cfg.data.eval)
+    bits = None if cfg.quantization.bits == "none" else cfg.quantization.bits
+    method = {"adapter": cfg.adapter.type, "optimizer": cfg.train.optimizer, "weights": cfg.train.weights}
     refuse_if_any(
-        strategies.problems(strategy, optimizer=cfg.train.optimizer, weights=cfg.train.weights)
+        strategies.problems(strategy, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, cfg.train.micro_batch_size, strategy.world_size)
         + models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
         + data.missing_files(train_files + eval_files)
         + output.problems(folder, cfg.train.overwrite)
         + question_problems(cfg.eval.prompts, eval_files)
+        + unused_adapter_keys(cfg.adapter)
     )
     source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
     model_config = models.load_config(cfg.model.path, **source)
-    stored_dtype = models.stored_dtype(model_config)
+    stored_dtype, stored_bits = models.stored_dtype(model_config), quantization.stored_bits(model_config)
+    quantised_bits = bits or stored_bits
+    refuse_if_any(
+        quantization.problems(model_config, bits)
+        + (strategies.problems(strategy, bits=stored_bits, **method) if stored_bits and not bits else [])
+    )
+    quantised_bytes = 0
+    if cfg.adapter.type != "none":
+        skeleton = models.without_weights(model_config, cfg.model.trust_remote_code)
+        refuse_if_any(
+            adapters.problems(
+                skeleton,
+                targets=cfg.adapter.targets,
+                modules_to_save=cfg.adapter.modules_to_save,
+                quantised=quantised_bits is not None,
+            )
+            + (quantization.model_problems(skeleton) if quantised_bits else [])
+        )
+        quantised_bytes = quantization.quantised_bytes(skeleton, quantised_bits) if quantised_bits else 0
 
     # Data: read by every process before the process group exists, so that no collective waits for a tokenizer.
     tokenizer = models.load_tokenizer(
@@ -97,17 +121,44 @@ def main(cfg: Config) -> None:
         screen.say(held_out.describe("held-out"))
 
     # Model and optimizer.
-    with strategies.loading(random_weights=models.is_bare_config(cfg.model.path)):
+    device = strategies.loading_device(accelerator, strategy, quantised_bytes)
+    if device != accelerator.device:
+        screen.say("Quantising on the CPU, for want of room on the GPU: up to a minute for each billion weights")
+    dtype = strategies.compute_dtype(strategy, cfg.train.weights)
+    with strategies.loading(
+        accelerator,
+        strategy,
+        whole=models.is_bare_config(cfg.model.path) or bool(quantised_bits),
+        by_every_process=adapters.trains_tied_weights(model_config, cfg.adapter.modules_to_save),
+    ):
         model: Any = models.load_model(
             cfg.model.path,
             model_config,
             attention=cfg.model.attention,
-            dtype=strategies.compute_dtype(strategy, cfg.train.weights),
+            dtype=dtype,
             seed=cfg.train.seed,
+            bits=bits,
+            device=device,
             **source,
         )
+    if cfg.adapter.type != "none":
+        adapters.attach(
+            model,
+            kind=cfg.adapter.type,
+            rank=cfg.adapter.rank,
+            alpha=cfg.adapter.alpha,
+            rank_stabilized=cfg.adapter.rank_stabilized,
+            dropout=cfg.adapter.dropout,
+            targets=cfg.adapter.targets,
+            modules_to_save=cfg.adapter.modules_to_save,
+            base=cfg.model.path,
+            revision=cfg.model.revision,
+            dtype=dtype,
+            seed=cfg.train.seed,
+        )
+    trained_shapes = strategies.trained_shapes(model)
     if cfg.train.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        models.recompute_activations(model)
     optimizer = build_optimizer(
         model,
         name=cfg.train.optimizer,
@@ -119,6 +170,9 @@ def main(cfg: Config) -> None:
     )
     flops = training_flops_per_token(**models.shape(model), mean_row_length=sum(train.lengths) / len(train))
     model, optimizer = strategies.prepare(accelerator, strategy, model, optimizer, weights=cfg.train.weights)
+    sharding = strategies.sharding_of(strategy, model, optimizer)
+    record["strategy"]["sharding"] = sharding.record()
+    screen.say(f"{sum(map(math.prod, trained_shapes.values())):,} trained weights; {sharding.describe()}")
     set_seed(cfg.train.seed, device_specific=True)  # dropout differs from process to process
     if accelerator.is_main_process:  # all that could be refused has been: an earlier run may be replaced now
         output.prepare_folder(folder)
@@ -198,8 +252,12 @@ def main(cfg: Config) -> None:
             accelerator.unwrap_model(model),
             tokenizer,
             strategies.full_parameters(accelerator, model),
+            strategies.working_parameters(accelerator, model),
+            adapter_alone=cfg.adapter.type != "none",
+            shapes=trained_shapes,
             dtype=stored_dtype,
             card=output.model_card(cfg.model.path, record, metrics) if accelerator.is_main_process else None,
+            record=record,
         )
     if held_out:
         record["eval_loss"]["after"] = metrics["eval_loss"]
@@ -208,7 +266,10 @@ def main(cfg: Config) -> None:
         output.write_run(folder, record)
     if conversations:
         screen.answers([messages[-1]["content"] for messages in conversations], answers_before, answers_after)
-    screen.say(f"The fine-tuned model lies in {folder / 'final'}")
+    if cfg.adapter.type == "none":
+        screen.say(f"The fine-tuned model lies in {folder / 'final'}")
+    else:
+        screen.say(f"The adapter lies in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR")
     strategies.finish(accelerator, strategy, offload_folder)
 
 
@@ -255,6 +316,14 @@ def questions(prompts: int | list[str], held_out: data.Rows | None) -> list[list
     if isinstance(prompts, list):
         return [[{"role": "user", "content": text}] for text in prompts]
     return [data.without_last_answer(messages) for messages in held_out.messages[:prompts]] if held_out else []
+
+
+def unused_adapter_keys(adapter: config.Adapter) -> list[str]:
+    default = config.Adapter()
+    given = [key for key, value in adapter if value != getattr(default, key)] if adapter.type == "none" else []
+    return [
+        f"adapter.{key} is given, but adapter.type is none; set adapter.type to lora, or leave it out." for key in given
+    ]
 
 
 def question_problems(prompts: int | list[str], eval_files: list[str]) -> list[str]:

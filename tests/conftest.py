@@ -1,5 +1,6 @@
 """Fixtures that many tests share: the tiny model, conversations, and groups of processes."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from ranks import Ranks
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build_model_folder(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def weights_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As model_folder, twice as wide and with its weights in a file, as models are published."""
+    folder = tiny.build_model_folder(tmp_path_factory.mktemp("tiny-weights"), hidden_size=128, intermediate_size=256)
+    return tiny.write_weights(folder)
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +45,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield group
     for each in groups.values():
         each.stop()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests rehearse on the CPU wherever they run; those of a GPU are asked for with ``-m gpu``."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

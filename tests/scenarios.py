@@ -60,7 +60,7 @@ def train(config: Any) -> dict[str, Any]:
         model, optimizer = prepare(accelerator, strategy, *args, **kwargs)
         group_size = dist.get_world_size() if dist.is_initialized() else 1
         prepared.append(model)
-        total, held = sft.strategies.trained_elements(model, optimizer)
+        sharding = sft.strategies.sharding_of(strategy, model, optimizer)
         parameter = next(model.parameters())
         seen.update(
             world_size=group_size,
@@ -70,7 +70,7 @@ def train(config: Any) -> dict[str, Any]:
             mesh=tuple(parameter.device_mesh.shape) if hasattr(parameter, "device_mesh") else None,
             stage=model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None,
             offload=_offload(model),
-            share_held=held / total,
+            share_held=sharding.held_bytes / sharding.total_bytes,
         )
         return model, optimizer
 

@@ -43,7 +43,9 @@ def test_metrics_have_one_line_per_step_with_the_documented_keys(run: Path):
 def test_run_yaml_tells_configuration_strategy_versions_hardware_data_and_commit(run: Path):
     record = yaml.safe_load((run / "run.yaml").read_text())
     assert record["config"]["train"]["steps"] == 5
-    assert record["strategy"] == {"name": "single", "processes": 1, "precision": record["strategy"]["precision"]}
+    strategy = record["strategy"]
+    assert (strategy["name"], strategy["processes"], strategy["sharding"]["shards"]) == ("single", 1, 1)
+    assert strategy["sharding"]["held_bytes"] == strategy["sharding"]["total_bytes"] > 0
     assert record["packages"]["torch"] == importlib.metadata.version("torch")
     assert len(record["data"]["train"]) == 64
     assert {"python", "hardware", "git_commit"} <= set(record)
@@ -75,13 +77,13 @@ def test_folder_that_holds_a_run_is_refused_and_left_alone(run: Path, model_fold
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_overwriting_replaces_the_run_and_nothing_else(tmp_path: Path):
+def test_overwriting_removes_the_records_of_the_run_and_neither_its_result_nor_anything_else(tmp_path: Path):
     (tmp_path / "final").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "notes.txt").write_text("mine")
     assert output.problems(tmp_path, overwrite=True) == []
     output.prepare_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "final"}
 
 
 def test_output_folder_that_is_a_file_is_refused(tmp_path: Path):

@@ -4,8 +4,9 @@ import json
 import random
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for message in messages %}"
@@ -33,11 +34,11 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
     return fast
 
 
-def build_model_folder(folder: Path, *, tied: bool = True) -> Path:
+def build_model_folder(folder: Path, *, tied: bool = True, hidden_size: int = 64, intermediate_size: int = 128) -> Path:
     """Configuration without weights (random ones are drawn from the seed), and the tokenizer."""
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -51,6 +52,13 @@ def build_model_folder(folder: Path, *, tied: bool = True) -> Path:
     )
     config.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_weights(folder: Path) -> Path:
+    """Add random weights to a folder with a configuration."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
 
 

@@ -1,8 +1,9 @@
 """DDP, FSDP2 and DeepSpeed ZeRO: the only place that knows them by name.
 
-``request`` (what the launch asks for, and whether it can work), ``setup`` (process group, Accelerator, preparation,
-end), ``active`` (what is really active; norms and whole parameters), ``deepspeed_ops`` (its C++ parts, built once),
-``launch`` (the environment of a strategy file, for notebooks and tests).
+``request`` (what the launch asks for, and whether it can work), ``compatibility`` (what goes with what), ``setup``
+(process group, Accelerator, preparation, end), ``loading`` (where weights are read to, and by whom), ``active`` (what
+is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``deepspeed_ops`` (its
+C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
 
 The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
 of it is read here, checked, brought to one numerical policy, and proven active after preparation.
@@ -24,10 +25,20 @@ clipping   ``clip_grad_norm_``         the same, over DTensors            inside
 On a machine without a GPU the same classes run on CPU over gloo, as a rehearsal of the launch.
 """
 
-from .active import active_name, clip_grad_norm, full_parameters, fuses, peak_flops_of, trained_elements
+from .active import (
+    active_name,
+    clip_grad_norm,
+    full_parameters,
+    fuses,
+    peak_flops_of,
+    trained_shapes,
+    working_parameters,
+)
 from .deepspeed_ops import prepare_import
+from .loading import loading, loading_device
 from .request import Strategy, asked_for, compute_dtype, describe, native_precision, problems
-from .setup import finish, leave, loading, one_writes, prepare, start
+from .setup import finish, leave, one_writes, prepare, start
+from .sharding import sharding_of
 
 __all__ = [
     "Strategy",
@@ -41,12 +52,15 @@ __all__ = [
     "fuses",
     "leave",
     "loading",
+    "loading_device",
     "native_precision",
     "one_writes",
     "peak_flops_of",
     "prepare",
     "prepare_import",
     "problems",
+    "sharding_of",
     "start",
-    "trained_elements",
+    "trained_shapes",
+    "working_parameters",
 ]

@@ -1,8 +1,8 @@
 """What is really active, read off the prepared model; and the two things that depend on it: norms and whole weights."""
 
 import math
-import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..flops import peak_flops
 from .request import Strategy
+from .sharding import engine_of, sharding_of
 
 
 def prove_active(
@@ -29,12 +30,8 @@ def prove_active(
             f"The launch asked for {strategy.name} with {strategy.world_size} processes, but {found[0]} with "
             f"{found[1]} is active; nothing was trained. Launch with an unchanged file of accelerate_configs/."
         )
-    total, held = trained_elements(model, optimizer)
-    if held > 1.1 * total / strategy.shards + 4096 * strategy.world_size:  # shards are padded to equal sizes
-        raise RuntimeError(
-            f"{strategy.name} should leave {total / strategy.shards:.0f} of {total} trained elements to each of "
-            f"{strategy.world_size} processes, but this one holds {held}; nothing was trained. Please report this."
-        )
+    if problem := sharding_of(strategy, model, optimizer).problem():
+        raise RuntimeError(f"Under {strategy.name}, {problem}")
 
 
 def active_name(model: torch.nn.Module) -> str:
@@ -48,27 +45,11 @@ def active_name(model: torch.nn.Module) -> str:
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
         offloads = all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups if g is not None)
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
-    if engine := _engine(model):
+    if engine := engine_of(model):
         devices = {target.device for target in (engine.zero_offload_optimizer(), engine.zero_offload_param()) if target}
         suffix = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
         return f"zero{engine.zero_optimization_stage()}{suffix}"
     return "single"
-
-
-def _engine(model: torch.nn.Module) -> Any:
-    """The model, if it is a DeepSpeed engine; DeepSpeed is optional, and not imported to ask."""
-    deepspeed: Any = sys.modules.get("deepspeed")
-    return model if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine) else None
-
-
-def trained_elements(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Trained elements of the whole model, and those whose optimizer state this process holds."""
-    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
-    if (engine := _engine(model)) and engine.zero_optimization_stage() == 3:
-        return sum(p.ds_numel for p in trained), sum(p.ds_tensor.ds_numel for p in trained)
-    total = sum(p.numel() for p in trained)
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    return total, sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in owned)
 
 
 def clip_grad_norm(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> torch.Tensor | float:
@@ -88,8 +69,13 @@ def fuses(accelerator: Accelerator) -> bool:
     return accelerator.device.type == "cuda" and accelerator.scaler is None
 
 
+def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of every trained parameter of a model that is not yet prepared: what a result must hold."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+
+
 def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of each parameter, one after the other, so that one gathered tensor is alive at a time.
+    """Name and whole value of each trained parameter, one after the other, so that one gathered tensor is alive.
 
     Every process must run through all of them (gathering is collective). Values are the fp32 masters where
     there are any.
@@ -97,17 +83,46 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves some parameters gathered, rounded to the precision of computation
-    if engine := _engine(model):
+    if engine := engine_of(model):
         from deepspeed.utils import safe_get_full_fp32_param
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
+        if not parameter.requires_grad:
+            continue
         if isinstance(parameter, DTensor):
             device = parameter.device_mesh.device_type
             shard: Any = parameter.detach().to(device)
             yield name, shard.full_tensor()
-        elif engine and parameter.requires_grad:
+        elif engine:
             yield name, safe_get_full_fp32_param(parameter)
         else:
             yield name, parameter.detach()
+
+
+def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of each trained parameter as the model computes with it, one after the other.
+
+    They reach it by another way than the masters of ``full_parameters``, and can be held against them. Collective.
+    """
+    bare = accelerator.unwrap_model(model)
+    sharded: list[tuple[str, Any]] = [
+        (name, module) for name, module in bare.named_modules() if isinstance(module, FSDPModule)
+    ]
+    if sharded:
+        names = {name for name, p in bare.named_parameters() if p.requires_grad}
+        for prefix, module in sharded:
+            module.unshard()
+            for name, parameter in module.named_parameters(prefix):
+                if name in names and not isinstance(parameter, DTensor):
+                    yield name, parameter.detach()
+            module.reshard()
+        return
+    engine = engine_of(model)
+    if engine and engine.zero_optimization_stage() == 3:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    for name, parameter in bare.named_parameters():
+        if parameter.requires_grad:
+            with GatheredParameters(parameter) if hasattr(parameter, "ds_id") else nullcontext():
+                yield name, parameter.detach()
 
 
 def peak_flops_of(accelerator: Accelerator) -> float | None:

@@ -7,6 +7,7 @@ import torch
 
 from ..errors import InputError
 from . import deepspeed_ops
+from .compatibility import Cell, refusal
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -101,9 +102,10 @@ def describe(strategy: Strategy) -> str:
     return f"{strategy.name} on {processes}, computing in {precision}: {where}"
 
 
-def problems(strategy: Strategy, *, optimizer: str, weights: str) -> list[str]:
-    """What makes this launch impossible on this machine, as sentences. Looks at no weights."""
-    found = []
+def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: str, weights: str) -> list[str]:
+    """What makes this launch impossible, here or anywhere, as sentences. Looks at no weights."""
+    refused = refusal(Cell(strategy.name, bits, adapter, optimizer))
+    found = [refused] if refused else []
     several_asked = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if strategy.name == "single" and several_asked and "RANK" not in os.environ:
         found.append(
@@ -126,6 +128,11 @@ def problems(strategy: Strategy, *, optimizer: str, weights: str) -> list[str]:
     if weights == "bf16":
         if strategy.mixed_precision != "bf16":
             found.append("train.weights: bf16 computes in bf16; launch with --mixed_precision bf16.")
+        if optimizer in ("adafactor", "sgd"):
+            found.append(
+                f"train.weights: bf16 would lose the small updates of {optimizer}, which rounds to nearest; set "
+                "train.optimizer to adamw or adamw_8bit, which round stochastically, or train.weights to fp32_master."
+            )
         if strategy.is_deepspeed and strategy.name.endswith(("_offload", "_nvme")):
             found.append(
                 f"train.weights: bf16 is not available under {strategy.name}, whose optimizer keeps fp32 state in host "
@@ -133,8 +140,6 @@ def problems(strategy: Strategy, *, optimizer: str, weights: str) -> list[str]:
             )
     if strategy.is_deepspeed:
         found += deepspeed_ops.problems(nvme=strategy.name.endswith("_nvme"))
-    if strategy.name.endswith("_nvme") and optimizer != "adamw":
-        found.append(f"{strategy.name} steps with DeepSpeed's CPU Adam; set train.optimizer to adamw.")
     return found
 
 

@@ -161,26 +161,6 @@ def _size_buffers(accelerator: Accelerator, elements: int) -> None:
         plugin.set_deepspeed_weakref()  # transformers reads the weights by a copy of the configuration
 
 
-@contextlib.contextmanager
-def loading(*, random_weights: bool) -> Iterator[None]:
-    """The context to load a model in.
-
-    Random weights are drawn whole on every process: drawn in ZeRO-3's partitions they would be others. Weights
-    that are read are partitioned as they are read, as transformers does by itself.
-    """
-    if not random_weights:
-        yield
-        return
-    from transformers.integrations import deepspeed
-
-    partitioned = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = partitioned
-
-
 def prepare(
     accelerator: Accelerator,
     strategy: Strategy,

@@ -1,0 +1,101 @@
+"""Which strategies, weights, adapters and optimizers go together. The one table: all else asks it.
+
+A cell is (strategy, bits of the frozen weights, adapter, optimizer). It trains with the losses of one process, or is
+refused by the first rule that applies, whose sentence names the nearest thing that works.
+``tests/test_compatibility.py`` walks every cell; the README's table is written from it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+STRATEGIES = (
+    "single",
+    "ddp",
+    "fsdp2",
+    "fsdp2_offload",
+    "hsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_offload",
+    "zero3_nvme",
+)
+BITS = (None, 8, 4)
+ADAPTERS = ("none", "lora", "dora")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd")
+
+
+class Cell(NamedTuple):
+    """One combination."""
+
+    strategy: str
+    bits: int | None
+    adapter: str
+    optimizer: str
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.strategy.startswith(("fsdp2", "hsdp", "zero3"))
+
+    @property
+    def offloads(self) -> bool:
+        return self.strategy.endswith(("_offload", "_nvme"))
+
+
+class Rule(NamedTuple):
+    """What is refused, and the sentence that says why and what works instead."""
+
+    applies: Callable[[Cell], bool]
+    sentence: str
+
+
+RULES = (
+    Rule(
+        lambda c: c.bits is not None and c.adapter == "none",
+        "Weights in {bits} bits are frozen and cannot be trained themselves; set adapter.type to lora, or "
+        "quantization.bits to none.",
+    ),
+    Rule(
+        lambda c: c.bits == 8 and c.shards_weights,
+        "{strategy} cannot shard the 8-bit layers of bitsandbytes, which keep a second reference to their weights; set "
+        "quantization.bits to 4, or take the strategy file zero2 or ddp.",
+    ),
+    Rule(
+        lambda c: c.bits == 8 and c.adapter == "dora",
+        "DoRA reads the whole weight in each step, by which the 8-bit layers of bitsandbytes lose their scales; set "
+        "adapter.type to lora, or quantization.bits to 4.",
+    ),
+    Rule(
+        lambda c: c.bits == 4 and c.adapter == "dora" and c.strategy.startswith("zero3"),
+        "DoRA reads the whole weight in each step, which {strategy} does not gather for it in 4 bits; set adapter.type "
+        "to lora, or take the strategy file fsdp2.",
+    ),
+    Rule(
+        lambda c: c.strategy == "zero3_nvme" and c.optimizer != "adamw",
+        "{strategy} steps with DeepSpeed's CPU Adam; set train.optimizer to adamw, or take the strategy file "
+        "zero3_offload.",
+    ),
+    Rule(
+        lambda c: c.optimizer == "adafactor" and c.strategy not in ("single", "ddp"),
+        "Adafactor needs the rows and columns of whole matrices, of which {strategy} leaves each process a part; set "
+        "train.optimizer to adamw_8bit, or take the strategy file ddp.",
+    ),
+    Rule(
+        lambda c: c.optimizer == "paged_adamw_8bit" and c.offloads,
+        "{strategy} keeps the optimizer's state in host memory, from where there is nothing to page; set "
+        "train.optimizer to adamw_8bit.",
+    ),
+)
+
+
+def refusal(cell: Cell) -> str | None:
+    """Why a combination is refused, in a sentence; None for one that trains."""
+    for rule in RULES:
+        if rule.applies(cell):
+            return rule.sentence.format(**cell._asdict())
+    return None
+
+
+def cells() -> list[Cell]:
+    """Every combination."""
+    return [Cell(s, b, a, o) for s in STRATEGIES for b in BITS for a in ADAPTERS for o in OPTIMIZERS]
