@@ -1,30 +1,66 @@
 """The ``finetune`` command. Each verb imports what it needs when it runs, so that ``--help`` answers at once."""
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .errors import InputError
+from .errors import InputError, RunStopped
 
 FOLDERS = ("recipes", "accelerate_configs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for wrong input."""
+    """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop."""
     parser = argparse.ArgumentParser(prog="finetune", description="Fine-tune language models with Accelerate.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    init = verbs.add_parser("init", help="unpack recipes, strategy files and sample configurations into a folder")
-    init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
+    _add_init(verbs)
+    _add_merge(verbs)
     options = parser.parse_args(arguments)
     try:
-        unpack(options.folder)
-    except InputError as error:
+        options.run(options)
+    except (InputError, RunStopped) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+def _add_init(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    init = verbs.add_parser("init", help="unpack recipes, strategy files and sample configurations into a folder")
+    init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
+    init.set_defaults(run=_init)
+
+
+def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    merge = verbs.add_parser("merge", help="merge an adapter into its base, to a model that needs no PEFT")
+    merge.add_argument(
+        "source", metavar="RUN_OR_ADAPTER", type=Path, help="output folder of a run, or folder of an adapter"
+    )
+    merge.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create for the model")
+    merge.add_argument("--base-model", metavar="PATH", help="folder of the base model, if it has moved")
+    merge.add_argument(
+        "--base",
+        choices=["dequantized", "original"],
+        help="weights to merge onto, where the base was quantised for training: those that the adapter was trained "
+        "against (dequantized, the default), or those before quantisation",
+    )
+    merge.add_argument(
+        "--bits", type=int, choices=[4, 8], help="bits of the quantised base, for an adapter without a run.yaml"
+    )
+    merge.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the merged model; default: bf16")
+    merge.add_argument(
+        "--text", metavar="FILE", type=Path, help="text to compare on before and after; default: the run's own data"
+    )
+    merge.add_argument("--json", action="store_true", help="print the result as JSON")
+    merge.set_defaults(run=_merge)
+
+
+def _init(options: argparse.Namespace) -> None:
+    unpack(options.folder)
     print(
         f"Unpacked {' and '.join(FOLDERS)} into {options.folder}. Next:\n"
         f"  cd {options.folder}\n"
@@ -32,7 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "  accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py \\\n"
         "    --config recipes/configs/sample.yaml --model.path YOUR_MODEL"
     )
-    return 0
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from .merge import describe, merge
+
+    result = merge(
+        options.source,
+        options.output,
+        base_model=options.base_model,
+        bits=options.bits,
+        base=options.base,
+        dtype=options.dtype,
+        text_file=options.text,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    print(json.dumps(result, indent=2) if options.json else describe(result))
 
 
 def unpack(folder: Path) -> None:

@@ -11,6 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from parity import LAUNCHES
 
 from finetune.command_line import parse
+from finetune.strategy.compatibility import Cell, refusal
 from recipes.sft import Config
 
 ROOT = Path(__file__).parent.parent
@@ -22,8 +23,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 def test_there_are_files_to_check():
     assert len(STRATEGIES) == 10
-    assert len(CONFIGS) >= 2
-    assert len(LIBRARY) >= 15
+    assert len(CONFIGS) == 12
+    assert len(LIBRARY) >= 30
     assert len(RECIPES) == 1
 
 
@@ -50,6 +51,18 @@ def test_recipe_configuration_parses_and_its_data_files_exist(path: Path):
         assert (ROOT / file).is_file()
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_recipe_configuration_is_not_refused_under_the_strategy_that_it_names(path: Path):
+    config = parse(Config, ["--config", str(path), "--model.path", "some/model"])
+    named = re.findall(r"accelerate_configs/(\w+)\.yaml", path.read_text()) or ["single", "fsdp2"]
+    bits = None if config.quantization.bits == "none" else config.quantization.bits
+    for strategy in named:
+        assert refusal(Cell(strategy, bits, config.adapter.type, config.train.optimizer)) is None
+    if "_lora" in path.stem or "_qlora" in path.stem:
+        assert (config.adapter.type, bits) == ("lora", 4 if "qlora" in path.stem else None)
+        assert len(named) == 1
+
+
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -64,10 +77,10 @@ def imports(path: Path) -> set[str]:
 
 
 LAYERS = [
-    {"loss", "schedule", "row_order", "flops", "errors", "config"},
-    {"chat", "data", "model", "optimizer"},
+    {"loss", "schedule", "row_order", "flops", "errors", "config", "rounding"},
+    {"chat", "data", "model", "optimizer", "eight_bit", "adapter", "quantization"},
     {"strategy", "metrics", "output", "progress"},
-    {"command_line", "cli", "demo_model"},
+    {"command_line", "cli", "demo_model", "merge", "adapted_model", "adapter_source", "comparison"},
 ]
 
 

@@ -1,0 +1,158 @@
+"""Two models held against each other on real text: how far their logits and probabilities are apart.
+
+Memory stays bounded: at most 16 rows of 512 tokens, 4,096 tokens together; the first model's logits are kept for them
+(1 GiB for a vocabulary of 128k in 16 bits), the second's only for one row at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from . import data
+from .errors import InputError
+
+ROWS, ROW_TOKENS, TOKENS = 16, 512, 4096
+CHARACTERS = 100_000
+"""Read of a text file, at most: more than 4,096 tokens in any language."""
+AT_ONCE = 128
+"""Positions whose probabilities are compared together, in fp64."""
+
+SAMPLES = (
+    "The lighthouse keeper wrote down the weather every evening. On the third of March the wind turned to the north, "
+    "and by midnight the harbour was white with foam. Two fishing boats had not come back; their lamps were seen at "
+    "four in the morning, far beyond the reef, and nobody in the village went to bed before they were safe.",
+    "def running_mean(values, width):\n"
+    '    """Mean of each window of `width` values."""\n'
+    "    total = sum(values[:width])\n"
+    "    means = [total / width]\n"
+    "    for old, new in zip(values, values[width:]):\n"
+    "        total += new - old\n"
+    "        means.append(total / width)\n"
+    "    return means\n",
+    "春になると、川沿いの桜が一斉に咲き始めます。週末には多くの人が集まり、木の下でお弁当を広げます。"
+    "祖母は毎年、花が散る前に家族を呼び、昔の話を聞かせてくれました。",
+)
+"""English prose, code and Japanese, for want of the run's own data."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the models are compared on."""
+
+    name: str
+    rows: list[list[int]]
+    """Tokens of each row."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two models are apart, over all tokens of a text."""
+
+    tokens: int
+    largest_logit: float
+    """Largest absolute difference of a logit."""
+    mean_logit: float
+    """Mean absolute difference over all logits."""
+    mean_kl: float
+    """Kullback-Leibler divergence of the second model's next-token distribution from the first's, mean, in nats."""
+    agreement: float
+    """Share of tokens after which both models find the same token most likely."""
+
+    def table(self) -> str:
+        """Four lines, below 80 columns."""
+        lines = (
+            ("largest difference of a logit", f"{self.largest_logit:.2e}"),
+            ("mean difference of the logits", f"{self.mean_logit:.2e}"),
+            ("mean KL divergence, nats per token", f"{self.mean_kl:.2e}"),
+            ("most likely next token is the same", f"{100 * self.agreement:.2f} %"),
+        )
+        return "\n".join(f"  {name:<36}{value:>12}" for name, value in lines)
+
+
+def choose_text(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_file: Path | None,
+    files: Sequence[str],
+    max_length: int,
+    vocabulary: int,
+) -> Text:
+    """Rows of a text file, else of conversations, else of the sample texts.
+
+    Args:
+        text_file: plain text in UTF-8.
+        files: conversations (JSONL), rendered and cut at ``max_length`` as in training.
+        vocabulary: tokens that the model knows.
+
+    Raises:
+        InputError: if the file cannot be read or is empty, or the tokenizer is not the model's.
+    """
+    if text_file is not None:
+        name, tokens = str(text_file), _encode(tokenizer, _read(text_file))
+        rows = [tokens[i : i + ROW_TOKENS] for i in range(0, len(tokens), ROW_TOKENS)]
+    elif files:
+        name = ", ".join(files)
+        rows = [row.tokens for row in data.read_rows(files, tokenizer, max_length).rows]
+    else:
+        name, rows = "sample texts", [_encode(tokenizer, sample) for sample in SAMPLES]
+    bounded: list[list[int]] = []
+    for row in rows[:ROWS]:
+        left = TOKENS - sum(map(len, bounded))
+        bounded += [row[: min(ROW_TOKENS, left)]] if row and left else []
+    if not bounded:
+        raise InputError(f"{name}: there is no text in it; name another file with --text.")
+    if (largest := max(map(max, bounded))) >= vocabulary:
+        raise InputError(
+            f"The tokenizer gives token {largest}, but the base model knows {vocabulary} tokens only; name the model "
+            "that the adapter was trained on with --base-model."
+        )
+    return Text(name, bounded)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(CHARACTERS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {path}: the file cannot be read as text ({error}); name one in UTF-8.") from error
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text)["input_ids"]) if text.strip() else []
+
+
+@torch.no_grad()
+def logits(model: Any, text: Text, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Logits of each row, of shape (tokens, vocabulary), on the CPU.
+
+    Args:
+        dtype: of computation: weights in fp32 beside others of this dtype compute in it, as they do in training.
+    """
+    model.eval()
+    device = model.device
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        for row in text.rows:
+            yield model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].cpu()
+
+
+def compare(first: Sequence[torch.Tensor], second: Iterable[torch.Tensor]) -> Difference:
+    """Hold the logits of two models against each other, row by row, in fp64."""
+    tokens, same, entries, largest, sum_logit, sum_kl = 0, 0, 0, 0.0, 0.0, 0.0
+    for rows in zip(first, second, strict=True):
+        for a, b in zip(*(row.split(AT_ONCE) for row in rows)):
+            a, b = a.double(), b.double()
+            apart, log_p, log_q = (a - b).abs(), a.log_softmax(-1), b.log_softmax(-1)
+            largest = max(largest, apart.max().item())
+            sum_logit += apart.sum().item()
+            sum_kl += (log_p.exp() * (log_p - log_q)).sum().item()
+            same += int((a.argmax(-1) == b.argmax(-1)).sum())
+            tokens, entries = tokens + len(a), entries + a.numel()
+    return Difference(tokens, largest, sum_logit / entries, sum_kl / tokens, same / tokens)
