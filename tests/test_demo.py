@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 from scenarios import read_metrics
 
+from finetune.demo_model import demo_model
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -23,8 +25,22 @@ def test_demo_lowers_the_held_out_loss_by_a_third_and_changes_the_answers(tmp_pa
     assert re.search(r"held-out loss: \d\.\d{4} before, \d\.\d{4} after training", result.stdout)
     assert result.stdout.count("├") == 2  # three answers in the table
     assert result.stdout.count('{"do":') == 3  # the format that was taught, in no answer before
-    assert f"The fine-tuned model lies in {tmp_path / 'demo' / 'final'}" in result.stdout
+    assert f"The adapter lies in {tmp_path / 'demo' / 'final'}" in result.stdout
     assert all(len(line) <= 100 for line in result.stdout.splitlines() if "lies in" not in line)
+
+
+def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/single.yaml", "recipes/sft.py"]
+    command += ["--config", "recipes/configs/smollm2_135m_qlora.yaml", "--model.path", str(demo_model())]
+    command += ["--train.output_dir", str(tmp_path / "run")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    record = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert record["eval_loss"]["after"] < 0.3 * record["eval_loss"]["before"]
+    assert record["strategy"]["sharding"]["constants_bytes"] > 0  # it was quantised
+    assert "The adapter lies in" in result.stdout
+    assert "arning" not in result.stdout + result.stderr
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").stat().st_size < 40 * 2**20
 
 
 def test_demo_data_is_disjoint_and_large_enough():

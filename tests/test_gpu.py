@@ -1,16 +1,23 @@
-"""On a GPU: bf16 and fp16 follow fp32, and peak memory and MFU are reported."""
+"""On a GPU: half precisions follow fp32, quantised kernels follow the CPU's, and memory and speed are reported."""
 
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scenarios
 import torch
+from ranks import ROOT, STRATEGY_FILES
 
+from benchmarks import gpu_qlora
 from recipes import sft
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.gpu
+@on_a_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32_and_reports_the_gpu(
     precision: str, model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -24,3 +31,94 @@ def test_half_precision_follows_fp32_and_reports_the_gpu(
         pairs = zip(found[precision], found["no"])
         assert max(abs(a[key] - b[key]) for a, b in pairs if a[key] is not None) < 2e-2
     assert found[precision][-1]["peak_memory_gib"] > 0
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit"])
+@pytest.mark.parametrize("bits", ["none", 8, 4])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_quantised_base_and_8_bit_optimizers_train_as_fp32_weights_and_adamw_do(
+    precision: str,
+    bits: Any,
+    optimizer: str,
+    weights_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+):
+    found = {}
+    rate = {"lion_8bit": 3e-4}.get(optimizer, 1e-3)
+    for name, settings in {
+        "exact": {"train__optimizer": "adamw"},
+        "tried": {"train__optimizer": optimizer, "train__learning_rate": rate, "quantization__bits": bits},
+    }.items():
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        config = scenarios.configuration(
+            weights_folder, conversations, tmp_path / name, adapter__type="lora", **settings
+        )
+        sft.main(config)
+        found[name] = scenarios.read_metrics(tmp_path / name)
+    assert abs(found["tried"][0]["loss"] - found["exact"][0]["loss"]) < 5e-2
+    assert found["tried"][-1]["loss"] < found["tried"][0]["loss"] - 0.1
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_paged_state_lies_in_memory_that_the_gpu_may_give_away():
+    from finetune.eight_bit import build_eight_bit_optimizer
+
+    weight = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    groups = [{"params": [weight], "weight_decay": 0.0, "state_bits": 8}]
+    optimizer = build_eight_bit_optimizer(groups, name="paged_adamw_8bit", learning_rate=1e-3, rounding_seed=0)
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert state["state1"].is_paged
+    assert state["state1"].dtype == torch.uint8
+    assert torch.allclose(weight, torch.full_like(weight, -1e-3), atol=1e-6)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_offload", "zero2", "zero3"])
+def test_4_bit_base_trains_under_sharding_on_one_gpu(
+    strategy: str, weights_folder: Path, conversations: Path, tmp_path: Path
+):
+    command = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        str(STRATEGY_FILES / f"{strategy}.yaml"),
+        "--num_processes",
+        "1",
+    ]
+    command += [str(ROOT / "recipes" / "sft.py"), "--model.path", str(weights_folder), "--quantization.bits", "4"]
+    command += ["--adapter.type", "lora", "--data.train", str(conversations), "--train.steps", "4"]
+    command += ["--train.output_dir", str(tmp_path / "run"), "--train.global_batch_size", "8"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(scenarios.read_metrics(tmp_path / "run")) == 4
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_8b_shape_trains_with_qlora_in_less_than_24_gb(tmp_path: Path):
+    found = gpu_qlora.run(["--results", str(tmp_path / "result.json")])
+    assert found[0]["activation_checkpointing"] == "full"
+    assert found[0]["peak_memory_gib"] < 22
+    assert all(m["tokens_per_second"] > 0 for m in found)
+
+
+def test_the_memory_benchmark_runs_through_the_recipe_without_a_gpu(tmp_path: Path):
+    found = gpu_qlora.run(
+        ["--shape", "tiny", "--tokens", "64", "--steps", "2", "--results", str(tmp_path / "result.json")]
+    )
+    assert [(m["activation_checkpointing"], m["micro_batch_size"]) for m in found] == [
+        ("full", 1),
+        ("full", 4),
+        ("none", 1),
+    ]
+    recorded = json.loads((tmp_path / "result.json").read_text())
+    assert recorded["measurements"] == found
+    assert {"bitsandbytes", "torch", "peft"} <= set(recorded["environment"]["packages"])
