@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from parity import ACCUMULATIONS, BF16_TOLERANCE, FP32_TOLERANCE, LAUNCHES, MAX_GRAD_NORMS, OPTIMIZERS
 
+from benchmarks import trl_reference
 from benchmarks.parity_table import RESULTS, table, with_table
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,16 @@ def test_recorded_run_covers_every_launch_and_setting_within_the_tolerances(comp
     assert [(row["strategy"], row["processes"]) for row in rounded] == LAUNCHES
     for rows, tolerance in ((exact, FP32_TOLERANCE), (rounded, BF16_TOLERANCE)):
         assert all(row[key] <= tolerance[key] for row in rows for key in tolerance)
+
+
+def test_comparison_with_trl_is_the_recorded_one_and_keeps_its_bounds():
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "trl_reference.json").read_text())
+    assert trl_reference.table(recorded) in README
+    assert trl_reference.broken_bounds(recorded) == []
+    assert {pair for pair, bound in trl_reference.BOUNDS.items() if bound == 0.005} == {
+        ("trl", "recipe"),
+        ("trl_4_bits", "recipe_4_bits"),
+    }
 
 
 def test_stated_tolerances_are_those_of_the_tests():
