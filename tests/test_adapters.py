@@ -75,11 +75,11 @@ def runs(ranks: Any, weights_folder: Path, conversations: Path, tmp_path_factory
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
 def test_losses_gradient_norms_and_adapter_are_those_of_one_process(
-    strategy: str, world_size: int, accumulation: int, method: str, runs: Runs
+    strategy: str, world_size: int, method: str, runs: Runs
 ):
+    accumulation = 4 // world_size  # two processes accumulate, four do not
     skip_what_this_machine_lacks(strategy)
     expected, expected_adapter = runs.on_one_process(method, "no")
     metrics, saved = runs(strategy, world_size, "no", **changes(method, ROWS_PER_STEP // (world_size * accumulation)))
@@ -92,7 +92,7 @@ def test_losses_gradient_norms_and_adapter_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
+@pytest.mark.parametrize(("strategy", "world_size"), [*LAUNCHES[:8], ("hsdp", 4)], ids=str)
 def test_bf16_losses_stay_within_the_stated_tolerance(strategy: str, world_size: int, method: str, runs: Runs):
     skip_what_this_machine_lacks(strategy)
     expected, _ = runs.on_one_process(method, "bf16")
