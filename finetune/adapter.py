@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .errors import RunStopped
@@ -21,8 +21,6 @@ from .errors import RunStopped
 PREFIX = "base_model.model."
 """Before each name in a saved adapter: where the model lies in a PeftModel."""
 WEIGHTS = "adapter_model.safetensors"
-EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
-"""What models call their embedding and their output head."""
 FORMAT = {"format": "pt"}
 
 
@@ -101,7 +99,7 @@ def attach(
         lora_dropout=dropout,
         target_modules=targets if targets == "all-linear" else list(targets),
         modules_to_save=list(modules_to_save) or None,  # PEFT adds to it
-        ensure_weight_tying=trains_tied_weights(model.config, modules_to_save),
+        ensure_weight_tying=trains_tied_weights(model, modules_to_save),
         base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
         revision=revision,
         task_type="CAUSAL_LM",
@@ -118,9 +116,11 @@ def attach(
             parameter.data = parameter.data.to(dtype)
 
 
-def trains_tied_weights(config: PreTrainedConfig, modules_to_save: list[str]) -> bool:
+def trains_tied_weights(model: PreTrainedModel, modules_to_save: list[str]) -> bool:
     """Whether embedding and output head are one weight, and an adapter trains it: then they stay one."""
-    return bool(config.get_text_config().tie_word_embeddings and set(EMBEDDINGS) & set(modules_to_save))
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = _last_names(name for name, module in model.named_modules() if any(module is m for m in both))
+    return bool(model.config.get_text_config().tie_word_embeddings and names & set(modules_to_save))
 
 
 def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:

@@ -81,19 +81,15 @@ def merge(
     )
 
     say(f"Adapter {source.folder} on {source.base} ({kind(source)}): computing {text.tokens:,} tokens ...")
-    trained = adapted_model.load_as_trained(source)
-    before = list(comparison.logits(trained, text, source.dtype))
-    del trained
+    before = list(comparison.logits(adapted_model.load_as_trained(source), text, source.dtype))
     gc.collect()  # PEFT's modules know each other
     temporary = temporary_folder(folder)
     temporary.mkdir(parents=True)
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
-        merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
-        merged.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        del merged
+        adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out).save_pretrained(temporary)
         gc.collect()
+        tokenizer.save_pretrained(temporary)
         say("Reading the merged model back ...")
         saved = AutoModelForCausalLM.from_pretrained(temporary, dtype=out, use_safetensors=True)
         difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text, out))

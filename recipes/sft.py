@@ -66,7 +66,7 @@ def main(cfg: Config) -> None:
         quantization.problems(model_config, bits)
         + (strategies.problems(strategy, bits=stored_bits, **method) if stored_bits and not bits else [])
     )
-    quantised_bytes = 0
+    quantised_bytes, trains_tied_weights = 0, False
     if cfg.adapter.type != "none":
         skeleton = models.without_weights(model_config, cfg.model.trust_remote_code)
         refuse_if_any(
@@ -79,6 +79,7 @@ def main(cfg: Config) -> None:
             + (quantization.model_problems(skeleton) if quantised_bits else [])
         )
         quantised_bytes = quantization.quantised_bytes(skeleton, quantised_bits) if quantised_bits else 0
+        trains_tied_weights = adapters.trains_tied_weights(skeleton, cfg.adapter.modules_to_save)
 
     # Data: read by every process before the process group exists, so that no collective waits for a tokenizer.
     tokenizer = models.load_tokenizer(
@@ -129,7 +130,7 @@ def main(cfg: Config) -> None:
         accelerator,
         strategy,
         whole=models.is_bare_config(cfg.model.path) or bool(quantised_bits),
-        by_every_process=adapters.trains_tied_weights(model_config, cfg.adapter.modules_to_save),
+        by_every_process=trains_tied_weights,
     ):
         model: Any = models.load_model(
             cfg.model.path,

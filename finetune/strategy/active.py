@@ -1,8 +1,8 @@
 """What is really active, read off the prepared model; and the two things that depend on it: norms and whole weights."""
 
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -116,12 +116,12 @@ def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iter
                     yield name, parameter.detach()
             module.reshard()
         return
-    engine = engine_of(model)
-    if engine and engine.zero_optimization_stage() == 3:
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    gathered: Callable[[torch.nn.Parameter], AbstractContextManager[object]] = nullcontext
+    if (engine := engine_of(model)) and engine.zero_optimization_stage() == 3:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters as gathered
     for name, parameter in bare.named_parameters():
         if parameter.requires_grad:
-            with GatheredParameters(parameter) if hasattr(parameter, "ds_id") else nullcontext():
+            with gathered(parameter):
                 yield name, parameter.detach()
 
 
