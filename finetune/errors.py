@@ -25,5 +25,9 @@ def refuse_if_any(problems: Sequence[str]) -> None:
         raise InputError(problems)
 
 
+class BadRow(ValueError):
+    """A row of a data file that cannot be trained; the message is the reason, a clause without its final point."""
+
+
 class RunStopped(RuntimeError):
     """A run that cannot go on, though its input was accepted: what happened, where, and what to do."""

@@ -1,0 +1,10 @@
+"""Data sources by name: files, globs, folders and datasets of the hub, read one record at a time.
+
+``names`` finds what a name stands for, ``reading`` gives its records, the other modules know one kind of file each.
+"""
+
+from .names import Source, identity, problems
+from .reading import read
+from .record import Record, Rejected
+
+__all__ = ["Record", "Rejected", "Source", "identity", "problems", "read"]

@@ -1,0 +1,419 @@
+"""Formats of training data: each is detected, brought to one form, and refused with a reason where it cannot be."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.errors import BadRow
+from finetune.formats import FORMATS, Example, convert, detect
+from finetune.sources import Record, Source, read
+
+SHARED = Path(__file__).parents[2] / "shared"
+USER = {"role": "user", "content": "the tree"}
+ANSWER = {"role": "assistant", "content": "walks"}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": ["木", 1, None]}}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+ROWS = {
+    "messages": {"messages": [USER, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "the tree"}, {"from": "gpt", "value": "walks"}]},
+    "alpaca": {"instruction": "the tree", "input": "", "output": "walks"},
+    "prompt-completion": {"prompt": "the tree", "completion": " walks"},
+    "text": {"text": "the tree walks"},
+}
+
+
+def example(*messages: dict[str, Any], **keys: Any) -> Example:
+    return convert({"messages": list(messages), **keys}, "auto")
+
+
+def test_every_format_has_a_row_here():
+    assert tuple(ROWS) == FORMATS
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_format_is_detected_and_detected_or_named_gives_the_same(format: str):
+    assert detect(ROWS[format]) == format
+    assert convert(ROWS[format], "auto") == convert(ROWS[format], format)
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"conversations": [USER, ANSWER]}, "messages"),
+        ({"messages": ROWS["sharegpt"]["conversations"]}, "sharegpt"),
+        ({"messages": None, "conversations": [USER, ANSWER]}, "messages"),
+        ({"prompt": "the tree", "prompt_id": "1", "messages": [USER, ANSWER]}, "messages"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "prompt-completion"),
+        ({**ROWS["alpaca"], "text": "all of it"}, "alpaca"),
+        ({**ROWS["text"], "messages": None, "prompt": None, "completion": None}, "text"),
+        ({"prompt": "a", "response": "b"}, None),
+        ({}, None),
+        ([USER, ANSWER], None),
+        (None, None),
+    ],
+)
+def test_format_follows_from_the_keys_that_are_not_null(row: Any, format: str | None):
+    assert detect(row) == format
+
+
+@pytest.mark.parametrize("format", ["messages", "sharegpt", "alpaca"])
+def test_conversation_formats_give_the_same_example(format: str):
+    assert convert(ROWS[format], "auto") == Example([USER, ANSWER])
+
+
+def test_plain_texts_keep_every_character():
+    assert convert(ROWS["prompt-completion"], "auto") == Example(None, prompt="the tree", completion=" walks")
+    assert convert({"text": " a\n"}, "auto") == Example(None, completion=" a\n")
+    assert convert({"text": " a\n", "ends": False}, "auto") == Example(None, completion=" a\n", ends=False)
+
+
+def test_alpaca_has_input_system_and_history():
+    row = {**ROWS["alpaca"], "input": "an oak", "system": "be brief", "history": [["hello", "hi"]]}
+    assert convert(row, "auto").messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "the tree\n\nan oak"},
+        ANSWER,
+    ]
+
+
+def test_conversational_prompt_is_not_trained():
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": TOOLS}
+    assert convert(row, "auto") == Example([USER, ANSWER, USER, ANSWER], TOOLS, frozenset({1}))
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_marked_answers_are_not_trained(mark: dict[str, Any]):
+    kept = {**ANSWER, "weight": 1, "train": True}
+    assert example(USER, {**ANSWER, **mark}, USER, kept) == Example(
+        [USER, ANSWER, USER, ANSWER], untrained=frozenset({1})
+    )
+    turns = [*ROWS["sharegpt"]["conversations"], *ROWS["sharegpt"]["conversations"]]
+    turns[1] = {**turns[1], **mark}
+    assert convert({"conversations": turns, "system": "be brief"}, "auto").untrained == {2}
+
+
+def test_content_parts_are_joined():
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "tree"}]
+    assert example({**USER, "content": parts}, ANSWER) == Example([USER, ANSWER])
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "content": "", "function_call": CALL["function"]},
+        {"role": "assistant", "content": [], "function_call": CALL["function"], "tool_calls": None},
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_every_form_of_a_tool_call_is_brought_to_one(turn: dict[str, Any], as_text: bool):
+    turn = copy.deepcopy(turn)
+    if as_text and not isinstance(turn.get("tool_calls"), str):
+        call = turn.get("function_call") or turn["tool_calls"][0]
+        function = call.get("function", call)
+        function["arguments"] = json.dumps(function["arguments"])
+    canonical = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "", "name": "look"}
+    for role in ("tool", "function"):
+        assert example(USER, turn, {**result, "role": role}, ANSWER).messages == [USER, canonical, result, ANSWER]
+
+
+def test_sharegpt_tool_calls_are_the_same_as_those_of_messages():
+    turns = [
+        {"from": "human", "value": "the tree"},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "an oak"},
+        {"from": "gpt", "value": "walks"},
+    ]
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    expected = example(USER, call, {"role": "tool", "content": "an oak"}, ANSWER, tools=TOOLS)
+    assert convert({"conversations": turns, "tools": json.dumps(TOOLS)}, "auto") == expected
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tools": TOOLS},
+        {"tools": json.dumps(TOOLS)},
+        {"tools": [TOOLS[0]["function"]]},
+        {"functions": [TOOLS[0]["function"]]},
+    ],
+)
+def test_tools_are_a_list_of_definitions_in_one_form(keys: dict[str, Any]):
+    assert example(USER, ANSWER, **keys).tools == TOOLS
+
+
+@pytest.mark.parametrize("empty", [None, [], "", "[]", " ", "null"])
+def test_no_tools_are_none(empty: Any):
+    assert example(USER, ANSWER, tools=empty).tools is None
+
+
+def test_other_string_keys_are_kept_and_other_values_are_not():
+    answer = {**ANSWER, "reasoning_content": "it is an oak", "id": 3, "refusal": None}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **CALL, "index": 0}]}
+    result = {"role": "tool", "content": "x", "tool_call_id": "call_1"}
+    assert example(USER, call, result, answer).messages == [
+        USER,
+        {**call, "tool_calls": [{"id": "call_1", **CALL}]},
+        result,
+        {**ANSWER, "reasoning_content": "it is an oak"},
+    ]
+
+
+def test_conversation_in_a_table_cell_is_json_text():
+    assert convert({"messages": json.dumps([USER, ANSWER]), "system": ""}, "auto") == Example([USER, ANSWER])
+
+
+DEEP: Any = "x"
+for _ in range(900):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "answer": None}, r"the keys 'prompt', 'answer' \(null\), which is none of the known formats"),
+        (
+            {},
+            "no keys, which is none of the known formats: messages .* sharegpt .* alpaca .* prompt-completion .* text",
+        ),
+        ({"質問": "a", "\ud800": "b"}, r"the keys '質問', '\\ud800', which"),
+        ([], "not an object"),
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
+        ({"conversations": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
+        ({"messages": "x"}, "`messages` holds no list of messages"),
+        ({"messages": []}, "`messages` holds no list of messages"),
+        ({"conversations": {}}, "`conversations` holds no list of messages"),
+        ({"messages": [USER, 3]}, "message 2 is not an object with role and content"),
+        (
+            {"messages": [USER, ANSWER, {"content": "a"}]},
+            r"message 3 has the role no text \(NoneType\); known roles are",
+        ),
+        ({"messages": [{**USER, "role": "usr"}]}, "message 1 has the role 'usr'; known roles are system, developer"),
+        ({"messages": [{**USER, "role": DEEP}]}, "known roles are"),
+        ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no text as content"),
+        ({"messages": [USER, ANSWER, {**USER, "content": " \n"}]}, r"message 3 \(user\) has no text as content"),
+        ({"messages": [{**USER, "content": None}]}, r"message 1 \(user\) has no text"),
+        ({"messages": [{**USER, "content": 3}]}, r"message 1 \(user\) has no text"),
+        ({"messages": [USER, {"role": "tool"}, ANSWER]}, r"message 2 \(tool\) has no text"),
+        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+        ({"messages": [{**USER, "content": ["a"]}]}, "a part without a type"),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "a text part without a text"),
+        ({"messages": [USER]}, "no assistant turn"),
+        ({"messages": [ANSWER]}, "begins with the assistant"),
+        ({"messages": [{**USER, "role": "system"}, ANSWER, USER, ANSWER]}, "begins with the assistant"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn is marked"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "neither 0 nor 1"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "neither true nor false"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": {}}]}, "tool_calls that are no list"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": ["look"]}]}, "without the name of a function"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"arguments": {}}}]}]}, "without the name"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "{"}}]}, "neither an object nor"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "[1]"}}]}, "neither an object nor"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": {"a": DEEP}}}]}, "too deeply"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "a"}, "tool_calls": [CALL]}]}, "keep one of them"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "a", "arguments": {"a": b"x"}}]}]}, "type bytes"),
+        ({"messages": [USER, ANSWER], "tools": "[{"}, "`tools` holds no list of objects"),
+        ({"messages": [USER, ANSWER], "tools": ["look"]}, "`tools` holds no list of objects"),
+        ({"messages": [{**USER, "role": "system"}, USER, ANSWER], "system": "a"}, "beside a system message"),
+        ({"messages": [USER, ANSWER], "system": 3}, "`system` holds no text"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "message 1 is from 'alien'; known are human"),
+        ({"conversations": [{"from": None, "value": "a"}]}, "message 1 has no key `from`"),
+        ({"conversations": [{"from": "human"}]}, r"message 1 \(user\) has no text as content"),
+        ({"conversations": [{"from": "function_call", "value": "look"}]}, "no JSON with a name and arguments"),
+        ({"instruction": "", "output": "a"}, "`instruction` holds no text"),
+        ({"instruction": "a", "output": " "}, "`output` holds no text"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "no list of pairs"),
+        ({"prompt": "a", "completion": ""}, "`completion` holds no text"),
+        ({"prompt": "", "completion": "a"}, "`prompt` holds no text"),
+        ({"prompt": [USER], "completion": "a"}, "neither both texts nor both lists"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "every assistant turn is marked"),
+        ({"text": "\n"}, "`text` holds no text"),
+        ({"text": ["a"]}, "`text` holds no text"),
+    ],
+)
+def test_row_that_cannot_be_trained_is_refused_with_the_reason(row: Any, reason: str):
+    with pytest.raises(BadRow, match=reason) as error:
+        convert(row, "auto")
+    assert not str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("format", "key"),
+    [
+        ("messages", "messages"),
+        ("sharegpt", "conversations"),
+        ("alpaca", "instruction"),
+        ("prompt-completion", "prompt"),
+        ("text", "text"),
+    ],
+)
+def test_row_without_the_keys_of_the_named_format_is_refused_naming_the_key(format: str, key: str):
+    with pytest.raises(BadRow, match=f"the key `{key}` is missing, which the format {format} needs; the row has"):
+        convert({"a": 1}, format)
+
+
+PLACES = {
+    "content": lambda bad: [{**USER, "content": bad}, ANSWER],
+    "part": lambda bad: [{**USER, "content": [{"type": "text", "text": bad}]}, ANSWER],
+    "reasoning": lambda bad: [USER, {**ANSWER, "reasoning_content": bad}],
+    "tool name": lambda bad: [USER, {**ANSWER, "tool_calls": [{"name": bad, "arguments": {}}]}],
+    "argument": lambda bad: [USER, {**ANSWER, "tool_calls": [{"name": "a", "arguments": {"a": [{"b": bad}]}}]}],
+    "argument's key": lambda bad: [USER, {**ANSWER, "tool_calls": [{"name": "a", "arguments": {bad: 1}}]}],
+    "call's id": lambda bad: [USER, {**ANSWER, "tool_calls": [{**CALL, "id": bad}]}],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("character", "reason"),
+    [("\0", "a NUL character"), ("\ud83d", "half a surrogate"), ("\U000f0000", "private"), ("\U0010ffff", "private")],
+)
+def test_characters_that_no_text_holds_are_refused_wherever_they_would_be_rendered(
+    place: str, character: str, reason: str
+):
+    with pytest.raises(BadRow, match=rf"^message \d \(\w+\) holds .*{reason}"):
+        example(*PLACES[place](f"a{character}木"))
+    example(*PLACES[place]("a木🌲\ue000\U000effff\x01\uffff"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "a\0"},
+        {"prompt": "\ud800", "completion": "a"},
+        {"prompt": "a", "completion": "\U000f0000"},
+        {"instruction": "a\0", "output": "b"},
+        {"messages": [USER, ANSWER], "tools": [{"name": "\0"}]},
+        {"messages": [USER, ANSWER], "system": "a\0"},
+    ],
+)
+def test_characters_that_no_text_holds_are_refused_in_every_format(row: dict[str, Any]):
+    with pytest.raises(BadRow, match=r"holds (a NUL|half a surrogate pair or a private) character"):
+        convert(row, "auto")
+
+
+TEXT = st.text(
+    st.characters(max_codepoint=0xEFFFF, exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20
+).filter(str.strip)
+ARGUMENTS = st.dictionaries(
+    TEXT, st.recursive(st.none() | st.booleans() | st.integers() | TEXT, lambda inner: st.lists(inner, max_size=3))
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        if draw(st.booleans()):
+            function = {"name": draw(TEXT), "arguments": draw(ARGUMENTS)}
+            calls = [{"type": "function", "function": function}]
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+            messages.append({"role": "tool", "content": draw(st.just("") | TEXT)})
+        messages.append({"role": "assistant", "content": draw(TEXT)})
+    return messages
+
+
+SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+
+
+def as_sharegpt(message: dict[str, Any]) -> dict[str, str]:
+    for call in message.get("tool_calls", []):
+        return {"from": "function_call", "value": json.dumps(call["function"])}
+    return {"from": SPEAKERS[message["role"]], "value": message["content"]}
+
+
+@given(messages=conversations())
+@settings(max_examples=200, deadline=None)
+def test_canonical_messages_convert_to_themselves_and_equal_their_sharegpt_form(messages: list[dict[str, Any]]):
+    converted = convert({"messages": messages}, "auto")
+    assert converted == Example(messages)
+    assert convert({"conversations": [as_sharegpt(message) for message in messages]}, "auto") == converted
+
+
+@given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), system=st.just("") | TEXT, input=TEXT)
+@settings(max_examples=100, deadline=None)
+def test_alpaca_and_messages_forms_of_a_conversation_give_the_same(
+    texts: list[tuple[str, str]], system: str, input: str
+):
+    *history, (instruction, output) = texts
+    row = {"instruction": instruction, "input": input, "output": output, "history": [list(pair) for pair in history]}
+    turns = [*history, (f"{instruction}\n\n{input}", output)]
+    messages = [m for user, answer in turns for m in ({**USER, "content": user}, {**ANSWER, "content": answer})]
+    first = [{"role": "system", "content": system}] if system else []
+    assert convert({**row, "system": system}, "auto") == convert({"messages": [*first, *messages]}, "auto")
+
+
+WORDS = ["role", "content", "from", "value", "tool_calls", "function", "name", "arguments", "weight", "train", "text"]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([*WORDS, *SPEAKERS]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=20,
+)
+KEYS = ["messages", "conversations", "tools", "functions", "system", "prompt", "completion", "text"]
+ALPACA_KEYS = ["instruction", "input", "output", "history"]
+
+
+@given(
+    row=JSON
+    | st.dictionaries(st.sampled_from([*KEYS, *ALPACA_KEYS, "chosen", "rejected"]), JSON | st.lists(JSON, max_size=4)),
+    format=st.sampled_from([*FORMATS, "auto"]),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_json_value_gives_an_example_or_a_reason(row: Any, format: str):
+    try:
+        found, reason = convert(row, format), ""
+    except BadRow as error:
+        found, reason = None, str(error)
+    if found is None:
+        assert re.fullmatch(r"[^\n]+[^.\n]", reason)
+        reason.encode()
+    else:
+        assert found.messages or found.completion.strip()
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real material that lies beside some checkouts")
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gsm8k_train_1500", 1500),
+        ("gsm8k_test_200", 200),
+        ("japanese_multiturn_80", 80),
+        ("tool_calls_150", 150),
+    ],
+)
+def test_real_rows_convert_to_themselves(name: str, rows: int):
+    found = list(read(Source(str(SHARED / "data" / f"{name}.jsonl"))))
+    assert len(found) == rows
+    for record in found:
+        assert isinstance(record, Record)
+        converted = convert(record.value, "auto")
+        assert converted.messages == record.value["messages"]
+        assert converted.tools == (record.value.get("tools") or None)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real material that lies beside some checkouts")
+def test_real_preference_pairs_are_refused():
+    found = list(read(Source(str(SHARED / "data" / "preference_200.jsonl"))))
+    assert len(found) == 200
+    for record in found:
+        assert isinstance(record, Record)
+        with pytest.raises(BadRow, match="preference pair"):
+            convert(record.value, "auto")
