@@ -1,159 +1,226 @@
-"""A conversation as tokens, with the positions that are trained: the assistant's text and the end of its turn.
+"""A conversation as text, with the stretches that the assistant wrote: its words and the end of its turn.
 
-The mask is found by rendering, with any chat template: the conversation is rendered twice, once with a mark in
-place of each answer, and the two texts must agree everywhere else. It is kept by position, never by token id, so
-that a PAD token that equals the end of a turn cannot hide it. Limits: text contents only; a template that renders
-an answer otherwise than as it stands (but for white space around it) is refused.
+They are found by rendering, with any chat template, and verified against the text; never guessed. Where the template
+marks them itself (``{% generation %}``), its marks are taken. Limit: a template that renders an answer otherwise than
+as it stands (but for white space around it) is refused, unless it marks what it makes of it.
 """
 
-import copy
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
-import jinja2
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant")
-_MARKS = 0xF0000  # Unicode's supplementary private use area: text has no business there
-_ANSWER_MARKS = 0x100000
+from .errors import BadRow
+from .rendering import BEGINS, ENDS, Message, Renderer, TemplateRefuses
 
+Span = tuple[int, int]
+"""First position and the one past the last."""
 
-@dataclass(frozen=True)
-class Row:
-    """A tokenised conversation."""
-
-    tokens: list[int]
-    trained: list[bool]
-    """Per token, whether its prediction is trained."""
-    source: str
-    """``file:line`` it came from."""
-
-    @property
-    def trained_tokens(self) -> int:
-        """Trained tokens that have a predecessor to be predicted from."""
-        return sum(self.trained[1:])
+_FIRST_MARK = 0x100000  # Unicode's second private plane: finetune.formats lets no text have them
+_MOST_MESSAGES = 0xFFF0  # as many marks as the plane holds, less those of generation
+_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MOST_MESSAGES - 1)}]")
+_TURN_MARK = re.compile(f"[{BEGINS}{ENDS}]")
+_USE_ANOTHER = "set data.chat_template to a template that does, or data.train_on to all"
 
 
-class BadRow(ValueError):
-    """A row that cannot be trained, with the reason as a sentence."""
-
-
-def check_messages(messages: Any) -> None:
-    """Refuse what is not a conversation with an answer.
-
-    Raises:
-        BadRow: with the reason.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("the key `messages` holds no list of messages")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise BadRow(f"message {number} is not an object with role and content")
-        if message.get("role") not in ROLES:
-            raise BadRow(f"message {number} has the role {message.get('role')!r}; known roles are {', '.join(ROLES)}")
-        if message.get("tool_calls"):
-            raise BadRow(f"message {number} calls tools, which this recipe does not render")
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            raise BadRow(f"message {number} ({message['role']}) has no text as content")
-        if any(0xD800 <= ord(character) <= 0xDFFF or ord(character) >= _MARKS for character in content):
-            raise BadRow(f"message {number} ({message['role']}) holds half a surrogate pair or a private character")
-    if all(message["role"] != "assistant" for message in messages):
-        raise BadRow("there is no assistant turn, so nothing to train on")
-    if messages[0]["role"] == "assistant":
-        raise BadRow("it begins with the assistant, so there is nothing that its answer could follow from")
-
-
-class Encoder:
-    """Conversations to rows, with one tokenizer and its chat template."""
+class ChatTemplate:
+    """Renders conversations and finds the assistant's turns. May be shared between threads."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.specials = sorted(
-            (token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True
-        )
-        self.mark_of = {special: chr(_MARKS + i) for i, special in enumerate(self.specials)}
+        self.renderer = Renderer(tokenizer)
+        specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
+        self._outlines: dict[tuple[str, ...], list[str] | None] = {}
 
-    def encode(self, messages: list[dict[str, str]], source: str) -> Row:
-        """Render a conversation, tokenise it and mark what is trained.
-
-        Strings in contents that look like special tokens stay text: marks take their places in the template,
-        and are tokenised as the text they stand for.
+    def render(self, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Text of a conversation, and the characters of each assistant turn with the token that ends it.
 
         Raises:
-            BadRow: if the messages are no conversation, or the template does not let the answers be found.
+            BadRow: if the template refuses the conversation, or does not let its answers be found.
         """
-        check_messages(messages)
-        shielded = [{**message, "content": self._shield(message["content"])} for message in messages]
-        text = self._render(shielded)
-        turns = self._turns(shielded, text)
-        if shielded == messages:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            tokens, spans = encoded["input_ids"], encoded["offset_mapping"]
-        else:
-            tokens, spans = self._tokenize_marks(text)
-        trained = [any(start < last and end > first for first, last in turns) for start, end in spans]
-        return Row(tokens, trained, source)
+        if len(messages) > _MOST_MESSAGES:
+            raise BadRow(f"it has {len(messages):,} messages, and {_MOST_MESSAGES:,} can be told apart; divide it")
+        if self.renderer.marks(tools):
+            return self._marked_by_template(self.renderer.marked_text(messages, tools), messages)
+        text = self.text(messages, tools)
+        for find in (self._by_known_outline, self._by_outline, self._by_neighbours, self._by_prefixes):
+            try:
+                turns = find(messages, tools, text)
+            except TemplateRefuses:  # not this conversation, but what was made of it to find the turns
+                continue
+            if turns is not None:
+                return text, turns
+        raise BadRow(
+            "the chat template does not render the assistant's messages as they stand, so the trained tokens cannot be "
+            f"told; {_USE_ANOTHER}"
+        )
 
-    def _shield(self, content: str) -> str:
-        for special, mark in self.mark_of.items():
-            if special in content:
-                content = content.replace(special, mark)
-        return content
+    def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """Text of a conversation, with the assistant's turn begun where ``prompt`` is set.
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False)
-        except jinja2.TemplateError as error:  # templates refuse what their model was not trained on
-            raise BadRow(f"the chat template refuses the conversation ({error})") from None
-        assert isinstance(text, str)
-        return text
+        Raises:
+            BadRow: if the template refuses the conversation.
+        """
+        return self.renderer.text(messages, tools, prompt=prompt)
 
-    def _turns(self, messages: list[dict[str, str]], text: str) -> list[tuple[int, int]]:
-        """First and last character (exclusive) of each answer with the special token that ends its turn."""
-        answers = {i: message["content"] for i, message in enumerate(messages) if message["role"] == "assistant"}
-        marks = {i: chr(_ANSWER_MARKS + i) for i in answers}
-        outline = self._render([{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)])
-        turns, position = [], 0
-        for i, answer in answers.items():
-            before, mark, outline = outline.partition(marks[i])
-            after = outline[: min((outline.find(m) for m in marks.values() if m in outline), default=len(outline))]
-            start = position + len(before)
-            forms = [form for form in (answer, answer.strip()) if text.startswith(form + after, start)]
-            if not (mark and forms and text.startswith(before, position)):
-                raise BadRow(
-                    f"the chat template does not render message {i + 1} (assistant) as it stands, so the trained "
-                    "tokens cannot be told; set data.chat_template to a template that does"
-                )
-            position = start + len(forms[0])
-            ends = [after.find(special) + len(special) for special in self.specials if special in after]
-            if not ends:
-                raise BadRow(
-                    f"the chat template ends message {i + 1} (assistant) without a special token, so the model could "
-                    "not learn to stop; set data.chat_template to a template that does"
-                )
-            turns.append((start, position + min(ends)))
-        return turns
+    def _marked_by_template(self, rendered: str, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        marks, pieces = "".join(_TURN_MARK.findall(rendered)), _TURN_MARK.split(rendered)
+        text, places = "".join(pieces), list(accumulate(map(len, pieces)))[:-1]
+        turns = list(zip(places[::2], places[1::2]))
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if marks != (BEGINS + ENDS) * len(answers) or not all(
+            _says(text[first:end], answer) for answer, (first, end) in zip(answers, turns)
+        ):
+            raise BadRow(
+                f"the chat template marks {marks.count(BEGINS)} stretches as generated, where the assistant speaks "
+                f"{len(answers)} times, or other words than its own; mend its generation marks"
+            )
+        return text, [(first, self._end_of_marked(text, first, end)) for first, end in turns]
+
+    def _end_of_marked(self, text: str, first: int, end: int) -> int:
+        """Where a turn ends whose marks stop before, or a white space behind, the special token that ends it."""
+        inside = [found.end() for found in self.special.finditer(text, first, end)]
+        if inside and not text[inside[-1] : end].strip():
+            return inside[-1]
+        return end + self._end_of_turn(text[end:], "an assistant turn")
+
+    def _end_of_turn(self, after: str, what: str) -> int:
+        """Of the text after an answer, the characters that end the turn."""
+        if self._closing and after.startswith(self._closing):
+            return len(self._closing)
+        end = self.special.search(after)
+        if end is None or after[: end.start()].strip():  # other words before it are the next speaker's
+            raise BadRow(_no_end(what))
+        return end.end()
 
     @cached_property
-    def _tokenizer_with_marks(self) -> PreTrainedTokenizerBase:
-        tokenizer = copy.deepcopy(self.tokenizer)
-        tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in self.mark_of.values()])
-        return tokenizer
+    def _closing(self) -> str:
+        """What the template writes behind an answer that ends the conversation, up to its special tokens in a row.
 
-    def _tokenize_marks(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and their characters, with each mark tokenised as the text that it stands for."""
-        encoded = self._tokenizer_with_marks(text, add_special_tokens=False, return_offsets_mapping=True)
-        literal = {mark: special for special, mark in self.mark_of.items()}
-        tokens, spans = [], []
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
-            own = [token]
-            if text[start:end] in literal:
-                own = self.tokenizer(literal[text[start:end]], add_special_tokens=False, split_special_tokens=True)[
-                    "input_ids"
-                ]
-            tokens += own
-            spans += [(start, end)] * len(own)
-        return tokens, spans
+        Empty if it has none there, or refuses the conversation that shows it.
+        """
+        question, answer = chr(_FIRST_MARK), chr(_FIRST_MARK + 1)
+        try:
+            text = self.text([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None)
+        except BadRow:
+            return ""
+        found = re.match(f".*?(?:{self.special.pattern})+", text.rpartition(answer)[2], re.DOTALL)
+        return found[0] if found else ""
+
+    def _by_known_outline(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns of a plain conversation: the template's own text was learnt from an earlier one with the same roles."""
+        if tools or any(len(message) > 2 for message in messages):
+            return None
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._outlines:
+            self._outlines[roles] = self._outline(messages, range(len(messages)), None)
+        parts = self._outlines[roles]
+        return None if parts is None else self._match(parts, list(enumerate(messages)), text)
+
+    def _by_outline(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns by a second rendering, with a mark in place of each answer: the texts must agree everywhere else."""
+        answers = [(i, message) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        parts = self._outline(messages, [i for i, _ in answers], tools)
+        return None if parts is None else self._match(parts, answers, text)
+
+    def _outline(self, messages: Sequence[Message], places: Sequence[int], tools: list[Any] | None) -> list[str] | None:
+        """What the template writes around the messages at these places, a part more than there are of them.
+
+        ``None`` if it does not write each of them once and in order.
+        """
+        outlined, marks = list(messages), [chr(_FIRST_MARK + place) for place in places]
+        for place, mark in zip(places, marks):
+            # an answer stands for all that its turn may hold, such as calls; of others, all but the words is kept
+            kept = {} if messages[place]["role"] == "assistant" else messages[place]
+            outlined[place] = {**kept, "role": messages[place]["role"], "content": mark}
+        outline = self.text(outlined, tools)
+        return _MARK.split(outline) if _MARK.findall(outline) == marks else None
+
+    def _match(self, parts: list[str], contents: list[tuple[int, Message]], text: str) -> list[Span] | None:
+        """Lay the outline's parts against the text, with each content between two of them."""
+        turns: list[Span] = []
+        if not text.startswith(parts[0]):
+            return None
+        position = len(parts[0])
+        for (i, message), after in zip(contents, parts[1:]):
+            first = position
+            if message.get("tool_calls"):
+                # what the template makes of a call is not known, but no text in it holds a special token
+                position = text.find(after, first) if self.special.search(after) else -1
+                if position == -1 or not _says(text[first:position], message):
+                    return None
+            else:
+                words = _as_rendered(message["content"], after, text, first)
+                if words is None:
+                    return None
+                position += words
+            if message["role"] == "assistant":
+                turns.append((first, position + self._end_of_turn(after, f"message {i + 1} (assistant)")))
+            position += len(after)
+        return turns if position == len(text) else None
+
+    def _by_neighbours(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns between the messages before and behind: from where a prompt ends to what closes any turn.
+
+        For templates that write a message otherwise when it is the last one, or refuse results without their call.
+        """
+        places = [i for i, message in enumerate(messages) if message["role"] in ("user", "tool")]
+        before = {i - 1 for i, message in enumerate(messages) if message["role"] == "assistant"}
+        parts = self._outline(messages, places, tools) if before.issubset(places) and self._closing else None
+        if parts is None or not text.startswith(parts[0]):
+            return None
+        turns: list[Span] = []
+        position = len(parts[0])
+        for i, after in zip(places, parts[1:]):
+            words = _as_rendered(messages[i]["content"], after, text, position)
+            if words is None:
+                return None
+            position += words
+            if i in before:
+                mark = chr(_FIRST_MARK)
+                prompt = self.text([*messages[:i], {**messages[i], "content": mark}], tools, prompt=True)
+                begun = prompt.rpartition(mark)[2]
+                end = after.find(self._closing, len(begun))
+                if not after.startswith(begun) or end == -1 or not _says(after[len(begun) : end], messages[i + 1]):
+                    return None
+                turns.append((position + len(begun), position + end + len(self._closing)))
+            position += len(after)
+        return turns if position == len(text) else None
+
+    def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns as what each assistant message adds to the text of those before it."""
+        turns = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self.text(messages[:i], tools, prompt=True), self.text(messages[: i + 1], tools)
+            ends = [found.end() for found in self.special.finditer(after, len(before))]
+            if not text.startswith(after) or not after.startswith(before):
+                return None
+            if not _says(after[len(before) :], message):
+                return None
+            if not ends:
+                raise BadRow(_no_end(f"message {i + 1} (assistant)"))
+            turns.append((len(before), ends[-1]))
+        return turns
+
+
+def _as_rendered(content: str, after: str, text: str, position: int) -> int | None:
+    """Characters of a content at a position of the text, as it stands or stripped; ``None`` unless one of them fits."""
+    forms = [form for form in {content, content.strip()} if text.startswith(form + after, position)]
+    return len(forms[0]) if len(forms) == 1 else None
+
+
+def _says(turn: str, message: Message) -> bool:
+    """Whether a turn's text has the words of the message, and the names of the tools that it calls."""
+    names = (call["function"]["name"] for call in message.get("tool_calls", ()))
+    return message["content"].strip() in turn and all(name in turn for name in names)
+
+
+def _no_end(what: str) -> str:
+    return (
+        f"the chat template ends {what} without a special token, so the model could not learn to stop; {_USE_ANOTHER}"
+    )
