@@ -20,13 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_init(verbs)
     _add_merge(verbs)
-    options = parser.parse_args(arguments)
+    _add_data(verbs)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.verb != "data":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.others = others
     try:
-        options.run(options)
+        exit_code: int = options.run(options)
     except (InputError, RunStopped) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    return 0
+    return exit_code
 
 
 def _add_init(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,7 +63,30 @@ def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     merge.set_defaults(run=_merge)
 
 
-def _init(options: argparse.Namespace) -> None:
+def _add_data(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    data = verbs.add_parser(
+        "data",
+        help="show what a run's model will see of its data: rows, masks, lengths, packing, steps",
+        usage="finetune data --config FILE [--section.key VALUE ...] [options]",
+        description="Show what the model of a run will see of its data. Takes a configuration of recipes/sft.py, and "
+        "the recipe's flags of the sections model, data and train. Loads the tokenizer, but no model. The exit code is "
+        "2 if a run would refuse the data.",
+        allow_abbrev=False,
+    )
+    data.add_argument("--rows", metavar="N", type=int, help="rows to show; default: 3, on a page 20")
+    data.add_argument("--html", metavar="FILE", type=Path, help="write a page in place of printing")
+    data.add_argument("--json", action="store_true", help="print every figure as JSON")
+    data.add_argument(
+        "--tokens-per-second",
+        metavar="N",
+        type=float,
+        help="positions that all processes compute in a second, for the time of an epoch; default: as an earlier run "
+        "with the same train.output_dir did",
+    )
+    data.set_defaults(run=_data)
+
+
+def _init(options: argparse.Namespace) -> int:
     unpack(options.folder)
     print(
         f"Unpacked {' and '.join(FOLDERS)} into {options.folder}. Next:\n"
@@ -68,9 +95,10 @@ def _init(options: argparse.Namespace) -> None:
         "  accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py \\\n"
         "    --config recipes/configs/sample.yaml --model.path YOUR_MODEL"
     )
+    return 0
 
 
-def _merge(options: argparse.Namespace) -> None:
+def _merge(options: argparse.Namespace) -> int:
     from .merge import describe, merge
 
     result = merge(
@@ -84,6 +112,19 @@ def _merge(options: argparse.Namespace) -> None:
         say=lambda line: print(line, file=sys.stderr),
     )
     print(json.dumps(result, indent=2) if options.json else describe(result))
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from .data_report.verb import show
+
+    return show(
+        options.others,
+        rows=options.rows,
+        html=options.html,
+        as_json=options.json,
+        tokens_per_second=options.tokens_per_second,
+    )
 
 
 def unpack(folder: Path) -> None:
