@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from parity import ACCUMULATIONS, BF16_TOLERANCE, FP32_TOLERANCE, LAUNCHES, MAX_GRAD_NORMS, OPTIMIZERS
 
-from benchmarks import trl_reference
+from benchmarks import data_preparation, trl_reference
 from benchmarks.parity_table import RESULTS, table, with_table
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +41,14 @@ def test_comparison_with_trl_is_the_recorded_one_and_keeps_its_bounds():
         ("trl", "recipe"),
         ("trl_4_bits", "recipe_4_bits"),
     }
+
+
+def test_speed_and_memory_of_data_preparation_are_the_recorded_ones():
+    recorded = json.loads(data_preparation.RESULTS.read_text())
+    assert data_preparation.speed_table(recorded["speed"]) in README
+    assert data_preparation.memory_table(recorded["memory"]) in README
+    assert data_preparation.too_large(recorded["memory"]) == []
+    assert recorded["speed"]["setup"]["rows"] == 100_000
 
 
 def test_stated_tolerances_are_those_of_the_tests():
