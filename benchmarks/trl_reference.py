@@ -26,12 +26,15 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from finetune import adapter as adapters
-from finetune import data, output, quantization
+from finetune import data, output, quantization, sources
 from finetune import model as models
 from finetune.demo_model import demo_model
+from finetune.encoding import Row
 from finetune.errors import InputError, refuse_if_any
 from finetune.loss import IGNORED
+from finetune.pipeline import Settings
 from finetune.row_order import global_batch
+from finetune.rows import Rows
 from recipes import sft
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +84,7 @@ def train_with_recipe(
 
 
 def train_with_trl(
-    folder: Path, *, four_bits: bool, model: str, rows: data.Rows, tokenizer: PreTrainedTokenizerBase, steps: int
+    folder: Path, *, four_bits: bool, model: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> list[dict[str, float]]:
     """One run of TRL over the same rows in the same order. Returns the same keys for each step, and saves the adapter.
 
@@ -94,8 +97,8 @@ def train_with_trl(
 
     order = [i for step in range(1, steps + 1) for i in rows_of_step(step, rows, steps)]
     features = {
-        "input_ids": [rows.rows[i].tokens for i in order],
-        "labels": [labels(rows.rows[i]) for i in order],
+        "input_ids": [rows[i].tokens.tolist() for i in order],
+        "labels": [labels(rows[i]) for i in order],
     }
     start = load(model, four_bits=False)
     if four_bits:  # a model that was quantised itself would be taken for one that still is
@@ -149,14 +152,14 @@ def train_with_trl(
     return [entry | {"step_seconds": seconds} for entry in logged]
 
 
-def rows_of_step(step: int, rows: data.Rows, steps: int) -> list[int]:
+def rows_of_step(step: int, rows: Rows, steps: int) -> list[int]:
     """Indices of the rows that the recipe trains in a step."""
     return global_batch(step, rows=len(rows), rows_in_run=steps * BATCH, global_batch_size=BATCH, seed=SEED)
 
 
-def labels(row: data.Row) -> list[int]:
+def labels(row: Row) -> list[int]:
     """A row's tokens where they are trained, and what PyTorch ignores elsewhere."""
-    return [token if trained else IGNORED for token, trained in zip(row.tokens, row.trained)]
+    return [token if trained else IGNORED for token, trained in zip(row.tokens.tolist(), row.trained)]
 
 
 def assert_same_start(theirs: Any, path: str, *, four_bits: bool) -> None:
@@ -201,17 +204,17 @@ def device() -> torch.device:
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, rows: data.Rows) -> float:
+def held_out_loss(model: Any, rows: Rows) -> float:
     """Loss per trained token in nats, each row computed alone: no padding, no batches, neither trainer's code."""
     model = model.to(device()).eval()
     loss_sum, tokens = 0.0, 0
-    for row in rows.rows:
-        input_ids = torch.tensor([row.tokens], device=device())
+    for row in rows:
+        input_ids = torch.tensor([row.tokens.tolist()], device=device())
         is_trained_T = torch.tensor(row.trained[1:], device=device())
         logits_TV = model(input_ids=input_ids, use_cache=False).logits[0, :-1][is_trained_T]
         loss_sum += F.cross_entropy(logits_TV.float(), input_ids[0, 1:][is_trained_T], reduction="sum").item()
         tokens += int(is_trained_T.sum())
-    assert tokens == sum(rows.trained_tokens)
+    assert tokens == rows.trained_tokens.sum()
     return loss_sum / tokens
 
 
@@ -228,14 +231,16 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     refuse_if_any(
         [f"The comparison needs {name}; install it with: pip install {name}." for name in lacking]
         + models.problems(model, None, None)
-        + data.missing_files([train, held_out])
+        + sources.problems(data.named_sources([train, held_out]))
     )
     from peft import PeftModel
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     models.quiet()
     tokenizer = models.load_tokenizer(model, revision=None, trust_remote_code=False, chat_template=None)
-    rows, held_out_rows = (data.read_rows([file], tokenizer, max_length) for file in (train, held_out))
+    rows, held_out_rows = (
+        data.read_rows(data.named_sources(file), tokenizer, Settings(max_length)) for file in (train, held_out)
+    )
     steps = steps or max(1, len(rows) // BATCH)
     recipe: dict[str, Any] = {"model": model, "train": train, "max_length": max_length, "steps": steps}
     trl: dict[str, Any] = {"model": model, "rows": rows, "tokenizer": tokenizer, "steps": steps}
@@ -298,14 +303,14 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     }
 
 
-def describe(file: str, rows: data.Rows) -> dict[str, Any]:
+def describe(file: str, rows: Rows) -> dict[str, Any]:
     """Which rows these were."""
     return {
         "file": Path(file).name,
         "rows": len(rows),
-        "tokens": sum(rows.lengths),
-        "trained_tokens": sum(rows.trained_tokens),
-        "cut": rows.truncated,
+        "tokens": int(rows.lengths.sum()),
+        "trained_tokens": int(rows.trained_tokens.sum()),
+        "cut": rows.summary["truncated"],
         "fingerprint": rows.fingerprint,
     }
 

@@ -16,9 +16,12 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapter, quantization
+from . import adapter, quantization, sources
 from . import model as models
+from .data import named_sources
 from .errors import InputError, refuse_if_any
+from .pipeline import Settings
+from .sources import Source
 from .strategy.request import DTYPES
 
 
@@ -39,10 +42,10 @@ class AdapterSource:
     """Of computation in training."""
     seed: int
     """Of the weights of a base that has none."""
-    text_files: list[str]
-    """Conversations that the run held out, or else trained on."""
-    max_length: int
-    """Tokens of a row, at most."""
+    sources: list[Source]
+    """What the run held out, or else trained on."""
+    settings: Settings
+    """How the run read it."""
 
 
 def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSource:
@@ -85,8 +88,8 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         bits=bits or quantization.stored_bits(config),
         dtype=trained.get("dtype", models.stored_dtype(config)),
         seed=trained.get("seed", 0),
-        text_files=trained.get("text_files", []),
-        max_length=trained.get("max_length", 0),
+        sources=trained.get("sources", []),
+        settings=trained.get("settings", Settings(max_length=0)),
     )
 
 
@@ -144,13 +147,14 @@ def _recorded(run: Path) -> dict[str, Any]:
         record = yaml.safe_load(run.read_text(encoding="utf-8"))
         config, data = record["config"], record["config"]["data"]
         bits, weights = config["quantization"]["bits"], config["train"]["weights"]
-        sources = [[files] if isinstance(files, str) else files or [] for files in (data["eval"], data["train"])]
+        named = [entries for entries in (data["eval"], data["train"]) if entries and not isinstance(entries, float)]
+        found = [entries for entries in map(named_sources, named) if not sources.problems(entries)]
         return {
             "bits": None if bits == "none" else bits,
             "dtype": torch.bfloat16 if weights == "bf16" else DTYPES[record["strategy"]["precision"]],
             "seed": config["train"]["seed"],
-            "text_files": next((files for files in sources if files and all(Path(f).is_file() for f in files)), []),
-            "max_length": data["max_length"],
+            "sources": found[0] if found else [],
+            "settings": Settings(data["max_length"], data["format"], data["train_on"]),
             "revision": config["model"]["revision"],
         }
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:

@@ -50,7 +50,7 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     try:
         config = config_class.model_validate(values)
     except ValidationError as error:
-        problems += [_sentence(e, config_class) for e in error.errors()]
+        problems += [_sentence(e, config_class) for e in _one_of_each_key(error.errors())]
     if problems:
         raise InputError(problems)
     if known.print_config:
@@ -64,8 +64,8 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
     """Entry point of a recipe's script: parse the flags, run ``main``, and turn an ``InputError`` into exit code 2.
 
     The sentences of an error are printed once however many processes run: the first process prints and
-    ends, upon which the launcher ends the others. Of another machine, whose launcher may not hear of it, the first
-    process speaks after a while.
+    ends, upon which the launcher ends the others. Where that does not happen, on another machine or because the first
+    process came to no error, the next one speaks after a while.
     """
     from .strategy import leave
 
@@ -73,10 +73,9 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
         main(parse(config_class, sys.argv[1:]))
     except (InputError, RunStopped) as error:
         if not is_first_process():
-            time.sleep(30)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            for problem in error.problems if isinstance(error, InputError) else [str(error)]:
-                print(f"error: {problem}", file=sys.stderr)
+            time.sleep(30 + int(os.environ.get("LOCAL_RANK", "0")))
+        for problem in error.problems if isinstance(error, InputError) else [str(error)]:
+            print(f"error: {problem}", file=sys.stderr)
         leave(EXIT_CODE_OF_BAD_INPUT if isinstance(error, InputError) else EXIT_CODE_OF_STOPPED_RUN)
     leave(0)
 
@@ -158,8 +157,18 @@ def _flag_value(text: str, field: FieldInfo) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    takes_text = str in (field.annotation, *get_args(field.annotation))
-    return value if value is None or isinstance(value, list) or not takes_text else text
+    taken = _plain_types(field.annotation)
+    as_it_stands = str in taken and type(value) not in taken and not isinstance(value, list | None)
+    return text if as_it_stands else value
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The types of which one is taken for a key, out of unions and their constraints."""
+    if get_origin(annotation) is Annotated:
+        return _plain_types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*map(_plain_types, get_args(annotation)))
+    return {annotation}
 
 
 def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -199,10 +208,22 @@ def _nearest(key: str, config_class: type[BaseModel]) -> str:
     return f"did you mean {close[0]}? Otherwise " if close else ""
 
 
+def _one_of_each_key(errors: Sequence[Any]) -> list[Any]:
+    """Of a key that takes several types pydantic tells why it is none of them; the nearest miss says most."""
+    of_key: dict[tuple[str | int, ...], list[Any]] = {}
+    for error in errors:
+        of_key.setdefault(error["loc"][:2], []).append(error)
+    return [max(each, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))) for each in of_key.values()]
+
+
 def _sentence(error: Any, config_class: type[BaseModel]) -> str:
     """One pydantic error as a sentence that ends in what to do."""
     location = [str(part) for part in error["loc"]]
     key = ".".join(location[:2])
+    if error["type"] == "extra_forbidden" and len(location) > 2:
+        return f"{key}: {location[-1]} is not a key of an entry there; take it out, or see --help for those there are."
+    if error["type"] == "missing" and len(location) > 2:
+        return f"{key}: an entry there lacks the key {location[-1]}; add it."
     if error["type"] == "missing":
         return f"{key} is missing; set it in the YAML file or with --{key}."
     if error["type"] == "extra_forbidden":

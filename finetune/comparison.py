@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from . import data
 from .errors import InputError
+from .pipeline import Settings, first_rows
+from .sources import Source
 
 ROWS, ROW_TOKENS, TOKENS = 16, 512, 4096
 CHARACTERS = 100_000
@@ -81,15 +82,15 @@ def choose_text(
     tokenizer: PreTrainedTokenizerBase,
     *,
     text_file: Path | None,
-    files: Sequence[str],
-    max_length: int,
+    entries: Sequence[Source],
+    settings: Settings,
     vocabulary: int,
 ) -> Text:
     """Rows of a text file, else of conversations, else of the sample texts.
 
     Args:
         text_file: plain text in UTF-8.
-        files: conversations (JSONL), rendered and cut at ``max_length`` as in training.
+        entries: data of the run, rendered and cut as in training.
         vocabulary: tokens that the model knows.
 
     Raises:
@@ -98,9 +99,9 @@ def choose_text(
     if text_file is not None:
         name, tokens = str(text_file), _encode(tokenizer, _read(text_file))
         rows = [tokens[i : i + ROW_TOKENS] for i in range(0, len(tokens), ROW_TOKENS)]
-    elif files:
-        name = ", ".join(files)
-        rows = [row.tokens for row in data.read_rows(files, tokenizer, max_length).rows]
+    elif entries:
+        name = ", ".join(entry.path for entry in entries)
+        rows = [list(row.tokens) for row in first_rows(entries, tokenizer, settings, count=ROWS)]
     else:
         name, rows = "sample texts", [_encode(tokenizer, sample) for sample in SAMPLES]
     bounded: list[list[int]] = []

@@ -30,9 +30,9 @@ class Model(Section):
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: a downloaded model is data, not a program."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation; auto leaves the choice to transformers: sdpa (PyTorch's scaled_dot_product_attention)
-    for most models."""
+    for most models; with data.packing it is PyTorch's own attention for documents of varying length."""
 
 
 class Quantization(Section):
@@ -60,16 +60,47 @@ class Adapter(Section):
     """Modules trained whole and saved with the adapter, [embed_tokens, lm_head] where new tokens must be learned."""
 
 
+class DataSource(Section):
+    path: str
+    """File, glob, folder, or id of a dataset on the hub."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """How often each of its rows is trained in an epoch: 2 is twice, 0.5 is about half of them, chosen by a hash."""
+    subset: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+
+
 class Data(Section):
-    train: str | list[str]
-    """JSONL file (or several) to train on: one object a line, with a list `messages` of role and content."""
-    eval: str | list[str] | None = None
-    """JSONL file (or several) held out: never trained, used for eval_loss and for the answers of eval.prompts."""
+    train: str | Annotated[list[str | DataSource], Field(min_length=1)]
+    """What to train on: a file (.jsonl, .json, .parquet, .csv, .tsv or .txt, also with .gz or .zst behind it), a glob,
+    a folder, or the id of a dataset on the hub (owner/name); or a list of these, each a text or an object with path,
+    weight, subset and split."""
+    eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """What is held out: never trained, used for eval_loss and for the answers of eval.prompts. Sources as for train, or
+    a fraction of the training rows, 0.05 say, chosen by a hash of each row, so that a row never changes sides."""
+    split_key: str | None = None
+    """Field of a row whose hash decides, in place of the whole row's, on which side of a fraction it falls: rows that
+    agree in it, turns of one document say, stay together."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
+    """What a row looks like; auto tells it by the keys of each row, and names what was found."""
     chat_template: str | None = None
     """File with a Jinja chat template, in place of the tokenizer's."""
     max_length: PositiveInt = 2048
-    """Tokens of a row, at most. Longer rows are cut at the end and counted; a row that keeps no trained token is
-    dropped and counted."""
+    """Tokens of a row, at most. Longer conversations are cut at the end and counted; one that keeps no trained token is
+    dropped and counted. Longer plain texts are cut into several rows, and lose nothing."""
+    packing: bool = False
+    """Put several documents into one row of max_length, each blind to the others, so that no position is spent on
+    padding. global_batch_size and micro_batch_size then count packed rows."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens are trained: every answer of the assistant with the end of its turn, the last answer alone, or all.
+    Of prompt and completion, the completion; of a text, all."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """error: a row that cannot be used stops the run before it begins. skip: the others are trained, and each left out
+    is written to rejected.jsonl in the output folder, with its reason."""
+    streaming: bool = False
+    """Read, tokenise and pack while training, and keep nothing on disk, for corpora that are not worth a cache: rows
+    come in the order of the files, shuffled a thousand at a time. Needs train.steps; every process reads everything."""
 
 
 class Train(Section):

@@ -1,176 +1,198 @@
-"""Files to rows, and rows to batches.
+"""Data of a run: sources to training rows and held-out rows, and what there is to say of them.
 
-Every process reads the same files before the process group exists, so that no collective waits for a
-tokenizer; ``fingerprint`` lets the run check that they read the same.
+Every process asks for them before the process group exists: one prepares, the others wait for its file.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from .chat import BadRow, Encoder, Row
 from .errors import InputError
-from .loss import IGNORED
-from .row_order import EMPTY
+from .pipeline import Settings
+from .preparation import SHOWN, prepare
+from .rows import Rows
+from .sources import Source
 
-SHOWN = 10
-"""Bad rows that an error names."""
+_WHOLE = 2.0**64
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one purpose (training or held out), and what became of the others."""
+def read_rows(
+    entries: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    *,
+    skip_bad_rows: bool = False,
+    tell: Callable[[str, int], None] = lambda doing, rows: None,
+) -> Rows:
+    """All rows of the sources, tokenised and masked, from the cache where they are known.
 
-    rows: list[Row]
-    messages: list[list[dict[str, str]]]
-    """The conversation of each row."""
-    truncated: int
-    """Rows that were cut at ``max_length`` tokens."""
-    dropped: list[str]
-    """``file:line`` of rows that kept no trained token."""
+    Args:
+        tell: told what is done, and after how many rows; see ``preparation.prepare``.
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    Raises:
+        InputError: if a row cannot be used and none is to be skipped, naming the first ten as ``file:line: reason``;
+            if no row is left; if a source cannot be read.
+    """
+    rows = Rows(prepare(entries, tokenizer, settings, tell=tell))
+    if rows.summary["rejected"] and not skip_bad_rows:
+        raise InputError(_refusal(rows))
+    if not len(rows):
+        raise InputError(f"{', '.join(entry.path for entry in entries)}: {_why_empty(rows, settings.max_length)}")
+    return rows
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [len(row.tokens) for row in self.rows]
 
-    @cached_property
-    def trained_tokens(self) -> list[int]:
-        """Trained tokens of each row."""
-        return [row.trained_tokens for row in self.rows]
+def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
+    """Sources that a configuration names, by a text or a list of texts and of objects with ``Source``'s fields.
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of tokens and masks, in order."""
-        digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(json.dumps([row.tokens, row.trained]).encode())
-        return digest.hexdigest()
+    A fraction, which stands in the place of held-out sources, names none.
+    """
+    listed = [] if entries is None or isinstance(entries, float) else [entries] if isinstance(entries, str) else entries
+    return [Source(entry) if isinstance(entry, str) else Source(**dict(entry)) for entry in listed]
 
-    def describe(self, purpose: str) -> str:
-        """One line for the run's output."""
-        text = f"{len(self)} {purpose} rows, {sum(self.lengths):,} tokens, {sum(self.trained_tokens):,} of them trained"
-        if self.truncated:
-            text += f"; {self.truncated} row{'s' if self.truncated > 1 else ''} cut at max_length"
-        if self.dropped:
-            text += f"; {len(self.dropped)} dropped, no trained token left ({', '.join(self.dropped[:3])}"
-            text += ", ...)" if len(self.dropped) > 3 else ")"
-        return text
+
+def read_some(
+    entries: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Settings, **manner: Any
+) -> Rows | None:
+    """``read_rows``, or nothing where no source is named."""
+    return read_rows(entries, tokenizer, settings, **manner) if entries else None
+
+
+def load(
+    train: Sequence[Source],
+    held_out: Sequence[Source] | float,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    **manner: Any,
+) -> tuple[Rows, Rows | None]:
+    """Training rows, repeated as their sources' weights say, and held-out rows where there are some.
+
+    Args:
+        held_out: sources, or the fraction of the training rows.
+        manner: ``skip_bad_rows`` and ``tell`` of ``read_rows``.
+
+    Raises:
+        InputError: as ``read_rows`` and ``split``.
+    """
+    rows = read_rows(train, tokenizer, settings, **manner)
+    kept, held = rows, None
+    if isinstance(held_out, float):
+        kept, held = split(rows, held_out)
+    else:
+        held = read_some(held_out, tokenizer, settings, **manner)
+    return weigh(kept, [source.weight for source in train]), held
+
+
+def _refusal(rows: Rows) -> list[str]:
+    count, first = rows.summary["rejected"], rows.summary["first_rejected"]
+    more = [f"... and {count - len(first):,} more, all in {rows.folder / 'rejected.jsonl'}."] if count > SHOWN else []
+    total = f"{count:,} row{'s' if count > 1 else ''} cannot be used, and nothing was trained; mend or remove them, or"
+    return [*first, *more, f"{total} train on the other {len(rows):,} with --data.on_bad_row skip."]
+
+
+def _why_empty(rows: Rows, max_length: int) -> str:
+    dropped, rejected = rows.summary["dropped"], rows.summary["rejected"]
+    if dropped and not rejected:
+        return f"all {dropped:,} rows lost their trained tokens at data.max_length {max_length}; raise data.max_length."
+    if rejected:
+        first, path = rows.summary["first_rejected"][0], rows.folder / "rejected.jsonl"
+        return f"no row is left, {rejected:,} cannot be used (the first: {first} All: {path}); mend the data."
+    return "there is no row; give a file that holds some."
+
+
+def split(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
+    """Training and held-out rows, each row on a side by its hash: the same in every run, whatever else is added.
+
+    Raises:
+        InputError: if one side is empty.
+    """
+    held_out = rows.column("split_hash").astype(np.float64) / _WHOLE < fraction
+    if held_out.all() or not held_out.any():
+        raise InputError(
+            f"data.eval {fraction} leaves {int((~held_out).sum())} rows to train on and {int(held_out.sum())} held "
+            f"out, of {len(rows)}; choose another fraction, or name a file."
+        )
+    return rows.choose(np.flatnonzero(~held_out)), rows.choose(np.flatnonzero(held_out))
+
+
+def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
+    """Rows repeated as often as the weight of their source says, one pass over them after another.
+
+    Of a fraction, those whose hash falls below it: the hash of their tokens, which knows nothing of that of a split.
+
+    Raises:
+        InputError: if no row is left.
+    """
+    if all(weight == 1 for weight in weights):
+        return rows
+    weight = np.asarray(weights)[rows.column("origin")]
+    extra = rows.column("token_hash").astype(np.float64) / _WHOLE < weight % 1
+    copies = weight.astype(np.int64) + extra
+    chosen = np.concatenate([np.flatnonzero(copies > taken) for taken in range(max(1, copies.max()))])
+    if not len(chosen):
+        raise InputError(f"The weights {list(weights)} of data.train leave none of {len(rows)} rows; raise them.")
+    return rows.choose(chosen)
+
+
+def shared_with(held_out: Rows, train: Rows) -> int:
+    """Held-out rows whose tokens stand among the training rows too."""
+    return int(np.isin(held_out.column("token_hash"), train.column("token_hash")).sum())
+
+
+def describe(rows: Rows, purpose: str) -> str:
+    """A line for the run's output."""
+    summary = rows.summary
+    formats = ", ".join(summary["formats"])
+    trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
+    text = f"{len(rows):,} {purpose} rows ({formats}), {tokens:,} tokens, {trained:,} of them trained"
+    whose = "" if rows.chosen is None else " of all"
+    if summary["truncated"]:
+        count = summary["truncated"]
+        text += f"; {count:,} row{'s' if count > 1 else ''}{whose} cut at max_length"
+    if summary["dropped"]:
+        count, first = summary["dropped"], summary["first_dropped"]
+        more = ", ..." if count > 3 else ""
+        text += f"; {count:,}{whose} dropped, no trained token left ({', '.join(first[:3])}{more})"
+    if summary["rejected"]:
+        text += f"; {summary['rejected']:,}{whose} rejected"
+    return text
+
+
+def rejected_lines(rows: Rows | None) -> Iterator[str]:
+    """Each record that is not trained, with its source and the reason, as a line of JSON."""
+    if rows is not None:
+        with (rows.folder / "rejected.jsonl").open(encoding="utf-8") as file:
+            yield from map(str.rstrip, file)
+
+
+def held_out_problems(entries: Sequence[Source]) -> list[str]:
+    """Weights in data.eval, where they would mean nothing: the loss is that of every held-out row."""
+    return [
+        f"data.eval: {entry.path} has the weight {entry.weight:g}, but held-out rows count once each; take it out."
+        for entry in entries
+        if entry.weight != 1
+    ]
+
+
+def position_problems(sources: Sequence[Rows | None], max_length: int, positions: int | None) -> list[str]:
+    """Rows longer than the model knows positions; of a stream, which is not read yet, as long as they may be."""
+    longest = max((int(rows.lengths.max()) if rows is not None else max_length for rows in sources[:1]), default=0)
+    longest = max([longest, *(int(rows.lengths.max()) for rows in sources[1:] if rows is not None)])
+    if positions is None or longest <= positions:
+        return []
+    return [
+        f"Rows have up to {longest:,} tokens, but the model knows {positions:,} positions; set data.max_length to "
+        f"{positions} or less."
+    ]
 
 
 def vocabulary_problems(sources: Sequence[Rows | None], vocabulary: int) -> list[str]:
     """Tokens that the model has no embedding for."""
-    largest = max(max(row.tokens) for rows in sources if rows is not None for row in rows.rows)
+    largest = max((rows.summary["largest_token"] for rows in sources if rows is not None), default=0)
     if largest < vocabulary:
         return []
     return [
         f"The tokenizer gives token {largest}, but the model knows {vocabulary} tokens only; set model.tokenizer to "
         "the model's own."
     ]
-
-
-def missing_files(paths: Sequence[str]) -> list[str]:
-    """Sentences on the files that cannot be read, before anything is loaded."""
-    return [
-        f"{path}: there is no such data file; check data.train and data.eval."
-        for path in paths
-        if not Path(path).is_file()
-    ]
-
-
-def read_rows(paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Rows:
-    """Read JSONL files of ``{"messages": [...]}``, tokenise and mask them.
-
-    Raises:
-        InputError: if a row cannot be used, naming the first ten as ``file:line: reason``; if no row is left.
-    """
-    encoder = Encoder(tokenizer)
-    rows, conversations, truncated, dropped, bad = [], [], 0, [], []
-    for source, line in _lines(paths):
-        try:
-            messages = _messages(line)
-            row = encoder.encode(messages, source)
-        except BadRow as reason:
-            bad.append(f"{source}: {reason}.")
-            continue
-        if len(row.tokens) > max_length:
-            truncated += 1
-            row = Row(row.tokens[:max_length], row.trained[:max_length], source)
-        if row.trained_tokens == 0:
-            dropped.append(source)
-            continue
-        rows.append(row)
-        conversations.append(messages)
-    if bad:
-        rest = f"... and {len(bad) - SHOWN} more." if len(bad) > SHOWN else ""
-        count = f"{len(bad)} row{'s' if len(bad) > 1 else ''} cannot be used; mend or remove them, nothing was trained."
-        raise InputError([*bad[:SHOWN], *([rest] if rest else []), count])
-    if not rows:
-        why = (
-            f"all {len(dropped)} rows lost their trained tokens at data.max_length {max_length}"
-            if dropped
-            else "no row"
-        )
-        raise InputError(f"{', '.join(paths)}: {why}; give a file with conversations, or raise data.max_length.")
-    return Rows(rows, conversations, truncated, dropped)
-
-
-def _lines(paths: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
-    for path in paths:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # byte order mark
-                if line.strip():
-                    yield f"{path}:{number}", line
-
-
-def _messages(line: str | bytes) -> list[dict[str, str]]:
-    try:
-        value: Any = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise BadRow(f"the line is not UTF-8 (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise BadRow(f"the line is not one JSON object ({error.msg}, column {error.colno})") from None
-    except RecursionError:
-        raise BadRow("the line is nested too deeply to be a conversation") from None
-    if not isinstance(value, dict) or "messages" not in value:
-        raise BadRow('the line is no object with the key "messages"')
-    if value.get("tools"):
-        raise BadRow("the line names tools, which this recipe does not render")
-    return value["messages"]
-
-
-def without_last_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """A conversation up to its last assistant turn: the question that this turn answers."""
-    return messages[: max(i for i, message in enumerate(messages) if message["role"] == "assistant")]
-
-
-def collate(rows: Sequence[Row], indices: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """One micro-batch on its device, padded on the right to its longest row.
-
-    There is no attention mask: with causal attention nothing looks at what stands to its right, and no loss
-    is taken at padded positions; so attention keeps its fastest path.
-
-    Returns:
-        ``input_ids`` and ``next_tokens`` (labels, shifted already), each of shape (rows, positions), int64.
-        An index ``EMPTY`` gives a row without trained tokens.
-    """
-    chosen = [rows[i] if i != EMPTY else Row([0], [False], "") for i in indices]
-    positions = max(len(row.tokens) for row in chosen)
-    input_ids = torch.zeros(len(chosen), positions, dtype=torch.int64)
-    next_tokens = torch.full_like(input_ids, IGNORED)
-    for i, row in enumerate(chosen):
-        tokens, trained = torch.tensor(row.tokens), torch.tensor(row.trained)
-        input_ids[i, : len(tokens)] = tokens
-        next_tokens[i, : len(tokens) - 1] = torch.where(trained[1:], tokens[1:], IGNORED)
-    return {"input_ids": input_ids.to(device), "next_tokens": next_tokens.to(device)}

@@ -75,8 +75,8 @@ def merge(
     text = comparison.choose_text(
         tokenizer,
         text_file=text_file,
-        files=source.text_files,
-        max_length=source.max_length,
+        entries=source.sources,
+        settings=source.settings,
         vocabulary=source.config.get_text_config().vocab_size,
     )
 

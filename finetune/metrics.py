@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Meter:
         self,
         *,
         step: int,
-        rows: list[str],
+        rows: Callable[[], list[str]],
         losses: torch.Tensor,
         tokens: int,
         row_tokens: int,
@@ -43,7 +44,7 @@ class Meter:
         """Take up a step; return the metrics that can be read without waiting (on a GPU those of the step before).
 
         Args:
-            rows: ``file:line`` of the rows of the step, all processes.
+            rows: tells ``file:line`` of each row of the step, all processes; asked only if the run stops.
             losses: sum of the token losses of each of this process's micro-batches, on its device.
             tokens: trained tokens of the step, all processes.
             row_tokens: tokens of the rows, trained or not; the useful work that ``mfu`` is of.
@@ -121,8 +122,9 @@ def _stop_if_not_finite(known: dict[str, Any], losses: torch.Tensor, grad_norm: 
     bad = [i for i, loss in enumerate(losses.T.flatten().tolist()) if not math.isfinite(loss)]
     if not bad and (math.isfinite(grad_norm) or known["skipped"]):
         return
-    size = -(-len(known["rows"]) // losses.numel())
-    rows = [row for i in bad for row in known["rows"][i * size : (i + 1) * size]] if bad else known["rows"]
+    of_step = known["rows"]()
+    size = -(-len(of_step) // losses.numel())
+    rows = [row for i in bad for row in of_step[i * size : (i + 1) * size]] if bad else of_step
     named = ", ".join(rows[:8]) + (", ..." if len(rows) > 8 else "")
     raise RunStopped(
         f"step {known['step']}: the {'loss' if bad else 'gradient norm'} is not finite, so the run stops; what was "

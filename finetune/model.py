@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from . import attention as attentions
 from . import quantization
-from .errors import InputError
+from .attention import stock_attention
+from .chat import ChatTemplate
+from .errors import BadRow, InputError
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
@@ -61,10 +65,10 @@ def is_bare_config(path: str) -> bool:
 def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
 ) -> PreTrainedTokenizerBase:
-    """A fast tokenizer with a chat template.
+    """A fast tokenizer, with the chat template of a file where one is given.
 
     Raises:
-        InputError: if there is none, if it is a slow one, or if it has no chat template.
+        InputError: if there is none, or if it is a slow one.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -79,11 +83,6 @@ def load_tokenizer(
         )
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"The tokenizer of {path} has no chat template, so conversations cannot be rendered as the model expects; "
-            "set data.chat_template to a Jinja file, or start from the model's instruction-tuned version."
-        )
     return tokenizer
 
 
@@ -102,6 +101,11 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
     """The dtype that a configuration names for the weights, in which the result is saved too."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that a model knows, None where it does not count them."""
+    return getattr(config, "max_position_embeddings", None)  # state-space models have none
 
 
 def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
@@ -153,6 +157,8 @@ def load_model(
     Raises:
         InputError: if the model cannot be loaded.
     """
+    if attention == attentions.PACKED:
+        attentions.register()
     common: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "attn_implementation": None if attention == "auto" else attention,
@@ -208,25 +214,44 @@ def shape(model: PreTrainedModel) -> dict[str, int]:
 def answer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    prompt: Sequence[int],
     *,
     max_new_tokens: int,
     device: torch.device,
 ) -> str:
-    """The most likely answer to a conversation. Every process must ask the same: sharded layers are gathered.
+    """The most likely continuation. Every process must ask the same: sharded layers are gathered.
 
     Args:
+        prompt: tokens up to where the answer begins.
         device: where the model computes; offloaded weights lie elsewhere.
     """
-    prompt: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    prompt = prompt.to(device)
-    output = model.generate(
-        **prompt, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id or 0
-    )
-    text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    input_ids = torch.tensor([list(prompt)], device=device)
+    with stock_attention(model):
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id or 0,
+        )
+    text = tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True)
     return str(text).strip()
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of a question, with the assistant's turn begun; of the bare text where there is no chat template.
+
+    Raises:
+        InputError: if the template refuses a question alone.
+    """
+    if tokenizer.chat_template is None:
+        return list(tokenizer(text)["input_ids"])
+    template = ChatTemplate(tokenizer)
+    try:
+        rendered = template.text([{"role": "user", "content": text}], None, prompt=True)
+    except BadRow as reason:
+        raise InputError(f"eval.prompts: {reason}; ask with held-out rows instead, eval.prompts 3 say.") from reason
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def _first_line(error: Exception) -> str:

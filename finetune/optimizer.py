@@ -58,6 +58,17 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPSILON, fused=fused or None)
 
 
+def state_bytes(model: torch.nn.Module, name: str) -> int:
+    """Bytes of state on the GPU that an optimizer makes at its first step, for this process's part of the weights.
+
+    The state of paged_adamw_8bit moves to the host when the device is full; that of adafactor and sgd is negligible.
+    """
+    shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    held = [shard for shard in shards if shard.device.type == "cuda"]  # state lies with its weights
+    moments = {"adamw": 2, "adamw_8bit": 2, "lion_8bit": 1}.get(name, 0)
+    return sum(shard.numel() * moments * (1 if name in EIGHT_BIT else shard.element_size()) for shard in held)
+
+
 class StochasticRoundingAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for bf16 weights that have no fp32 master.
 

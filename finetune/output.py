@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
-RECORDS = ("run.yaml", "metrics.jsonl")
+RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl")
 
 
 def problems(folder: Path, overwrite: bool) -> list[str]:
@@ -65,6 +66,14 @@ def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
     """Add one optimizer step to metrics.jsonl."""
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
+
+
+def append_rejected(folder: Path, lines: Iterable[str]) -> None:
+    """Add records that are not trained to rejected.jsonl, each a line of JSON; no file without a line."""
+    remaining = iter(lines)
+    for first in remaining:
+        with (folder / "rejected.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in chain([first], remaining))
 
 
 def environment() -> dict[str, Any]:

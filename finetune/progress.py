@@ -1,6 +1,7 @@
 """What a person sees of a run: a progress bar in a terminal, plain lines in a file. Main process only."""
 
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,35 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+
+class Preparing:
+    """Shows what is prepared before the run, and how far: a line that moves in a terminal, else a line now and then."""
+
+    EVERY_SECONDS = 20.0
+
+    def __init__(self, *, shown: bool) -> None:
+        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False)
+        self.status = self.console.status("") if self.console.is_terminal else None
+        self.doing, self.told = "", 0.0
+
+    def __enter__(self) -> "Preparing":
+        if self.status:
+            self.status.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.status:
+            self.status.stop()
+
+    def __call__(self, doing: str, rows: int) -> None:
+        """Args: what is done, and how many rows are ready."""
+        text = escape(f"{doing}: {rows:,} rows" if rows else doing)
+        if self.status:
+            self.status.update(text)
+        elif doing != self.doing or time.monotonic() - self.told > self.EVERY_SECONDS:
+            self.console.print(text)
+            self.doing, self.told = doing, time.monotonic()
 
 
 class Screen:

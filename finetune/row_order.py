@@ -5,6 +5,7 @@ epoch after epoch, cut into global batches; every row is used exactly once per e
 step of the run may hold fewer rows than the others.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -51,7 +52,48 @@ def batch_problems(global_batch_size: int, micro_batch_size: int, world_size: in
     ]
 
 
-def positions_in(batch: Sequence[int], lengths: Sequence[int], micro_batch_size: int) -> int:
-    """Positions that all processes compute for a global batch, each micro-batch padded to its longest row."""
-    cut = [batch[i : i + micro_batch_size] for i in range(0, len(batch), micro_batch_size)]
-    return sum(len(rows) * max(lengths[i] if i != EMPTY else 1 for i in rows) for rows in cut)
+def positions_in(
+    batch: Sequence[int], lengths: Sequence[int] | np.ndarray, micro_batch_size: int, *, padded: bool
+) -> int:
+    """Positions that all processes compute for a global batch, each micro-batch padded to its longest row, or flat."""
+    sizes = [int(lengths[i]) if i != EMPTY else 1 for i in batch]
+    if not padded:
+        return sum(sizes)
+    cut = [sizes[i : i + micro_batch_size] for i in range(0, len(sizes), micro_batch_size)]
+    return sum(len(rows) * max(rows) for rows in cut)
+
+
+def heaviest_micro_batch(
+    lengths: np.ndarray,
+    *,
+    rows_in_run: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    seed: int,
+    padded: bool,
+    rows_at_once: int = 1_000_000,
+) -> list[int]:
+    """Rows of the micro-batch of the whole run that has the most positions, the first of equals.
+
+    Every epoch is looked at, so that nothing heavier comes later; ``EMPTY`` where the micro-batch ends the run.
+
+    Args:
+        rows_at_once: to look at, so that memory stays bounded; an epoch at least.
+    """
+    rows = len(lengths)
+    heaviest: tuple[int, list[int]] = (0, [])
+    epochs_at_once = max(1, rows_at_once // rows)
+    for first in range(0, math.ceil(rows_in_run / rows), epochs_at_once):
+        begin = first * rows // micro_batch_size * micro_batch_size
+        end = min((first + epochs_at_once) * rows, rows_in_run)
+        order = np.concatenate(
+            [epoch_order(rows, seed, epoch) for epoch in range(begin // rows, math.ceil(end / rows))]
+        )
+        order = order[begin - begin // rows * rows :][: end - begin]
+        order = np.append(order, np.full(-len(order) % micro_batch_size, EMPTY)).reshape(-1, micro_batch_size)
+        sizes = np.where(order == EMPTY, 1, lengths[order])
+        positions = sizes.max(axis=1) * micro_batch_size if padded else sizes.sum(axis=1)
+        most = int(positions.argmax())
+        if positions[most] > heaviest[0]:
+            heaviest = int(positions[most]), order[most].tolist()
+    return heaviest[1]

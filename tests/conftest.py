@@ -1,6 +1,8 @@
 """Fixtures that many tests share: the tiny model, conversations, and groups of processes."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,8 +51,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests rehearse on the CPU wherever they run; those of a GPU are asked for with ``-m gpu``."""
+    os.environ["FINETUNE_DATA_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ["FINETUNE_DATA_CACHE"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

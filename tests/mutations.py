@@ -1,6 +1,7 @@
 """Bugs that frameworks have shipped, put into the recipe on purpose, one at a time."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -27,9 +28,14 @@ def mean_of_means(config: Any) -> Iterator[None]:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), next_tokens.flatten())
 
     # the step divides by its number of tokens; an average of averages divides by the number of micro-batches
-    share = property(lambda rows: [1 / micro_batch] * len(rows.rows))
+    original = sft.batches.Batches.step
+
+    def share(work: Any, step: int) -> Any:
+        found = original(work, step)
+        return dataclasses.replace(found, trained_tokens=sum(place != -1 for place in found.places) / micro_batch)
+
     assert batch % (micro_batch * world_size) == 0
-    with mock.patch.object(sft, "token_loss_sum", mean), mock.patch.object(sft.data.Rows, "trained_tokens", share):
+    with mock.patch.object(sft, "token_loss_sum", mean), mock.patch.object(sft.batches.Batches, "step", share):
         yield
 
 

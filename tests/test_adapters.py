@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import skip_what_this_machine_lacks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5Config
 
-from finetune import adapter, data, output, quantization
+from finetune import adapter, output, quantization
 from finetune.errors import InputError, RunStopped
 from finetune.loss import token_loss_sum
 from recipes import sft
@@ -283,8 +283,7 @@ def finished(
 
 
 def held_out_tokens(tokenizer: Any, held_out: Path) -> list[torch.Tensor]:
-    rows = data.read_rows([str(held_out)], tokenizer, 64)
-    return [data.collate(rows.rows, [i], torch.device("cpu"))["input_ids"] for i in range(len(rows))]
+    return [tiny.tensors(row)[1] for row in tiny.read_rows(held_out, tokenizer)]
 
 
 def load_base(folder: Path, bits: Any) -> Any:
@@ -301,14 +300,14 @@ def test_peft_loads_the_saved_adapter_and_gives_the_live_logits_and_the_held_out
     folder, bits, live = finished
     model = PeftModel.from_pretrained(load_base(weights_folder, bits), folder / "final").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    rows = data.read_rows([str(held_out)], tokenizer, 64)
+    rows = tiny.read_rows(held_out, tokenizer)
     total = 0.0
     with torch.no_grad():
-        for i, expected in enumerate(live):
-            batch = data.collate(rows.rows, [i], torch.device("cpu"))
-            logits = model(input_ids=batch["input_ids"]).logits
+        for row, expected in zip(rows, live):
+            next_tokens, input_ids = tiny.tensors(row)
+            logits = model(input_ids=input_ids).logits
             assert (logits - expected).abs().max() < 1e-5
-            total += token_loss_sum(logits, batch["next_tokens"]).item()
+            total += token_loss_sum(logits, next_tokens).item()
     metrics = scenarios.read_metrics(folder)
     # LLM.int8 rounds its inputs, so that a difference in the last bit of one can move a logit by more
     assert total / sum(rows.trained_tokens) == pytest.approx(metrics[-1]["eval_loss"], rel=1e-3 if bits == 8 else 1e-5)

@@ -99,6 +99,33 @@ def test_broken_line_names_file_and_line(tmp_path: Path, model_folder: Path, con
     assert "1 row cannot be used" in text
 
 
+def test_prompts_without_an_answer_among_the_held_out_rows_are_refused(
+    tmp_path: Path, model_folder: Path, conversations: Path
+):
+    changes = {"eval__prompts": 2, "data__eval": 0.2, "data__train_on": "all"}
+    text = refused(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
+    assert "give the questions as a list of texts" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data__packing": True, "model__attention": "sdpa"}, "packed documents would see each other"),
+        ({"data__packing": True, "model__attention": "eager"}, "packed documents would see each other"),
+        ({"data__streaming": True, "train__steps": None}, "set train.steps"),
+        ({"data__streaming": True, "data__eval": 0.1}, "name a file to hold out"),
+        ({"data__train": ["absent/*.jsonl"]}, "no data file has a name like this"),
+        ({"data__eval": 1e-9}, "choose another fraction"),
+        ({"data__split_key": "chapter"}, "no key 'chapter'"),
+        ({"data__format": "alpaca"}, "instruction"),
+    ],
+)
+def test_data_settings_that_cannot_work_are_refused(
+    changes: dict, sentence: str, tmp_path: Path, model_folder: Path, conversations: Path
+):
+    assert sentence in refused(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
+
+
 def test_prompts_without_held_out_data_are_refused(tmp_path: Path, model_folder: Path, conversations: Path):
     config = scenarios.configuration(model_folder, conversations, tmp_path / "out", eval__prompts=2)
     assert "set data.eval" in refused(config)

@@ -129,3 +129,29 @@ def test_configuration_cannot_be_changed_after_it_was_read():
     config = parse(Config, REQUIRED)
     with pytest.raises(ValueError, match="frozen"):
         config.train.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--data.eval", "1.5"], "data.eval: 1.5 was given, but it should be less than 1; change it, or see --help."),
+        (["--data.train", "[{path: a, weigth: 2}]"], "data.train: weigth is not a key of an entry there; take it out"),
+        (["--data.train", "[{weight: 2}]"], "data.train: an entry there lacks the key path; add it."),
+        (["--data.train", "[{path: a, weight: -2}]"], "data.train: -2 was given, but it should be greater than 0"),
+    ],
+)
+def test_key_that_takes_several_types_has_one_complaint_and_the_nearest(flags: list[str], sentence: str):
+    with pytest.raises(InputError) as error:
+        parse(Config, ["--model.path", "m", "--data.train", "t", "--train.output_dir", "o", *flags])
+    (problem,) = error.value.problems
+    assert problem.startswith(sentence)
+
+
+def test_text_and_number_of_a_key_that_takes_both_are_told_apart():
+    given = ["--model.path", "m", "--train.output_dir", "o", "--data.train", "2024"]
+    assert parse(Config, [*given, "--data.eval", "0.1"]).data.eval == 0.1
+    assert parse(Config, [*given, "--data.eval", "held_out.jsonl"]).data.eval == "held_out.jsonl"
+    assert parse(Config, given).data.train == "2024"
+    mixed = parse(Config, [*given, "--data.train", "[a.jsonl, {path: b/c, weight: 0.5}]"]).data.train
+    assert mixed[0] == "a.jsonl"
+    assert (mixed[1].path, mixed[1].weight, mixed[1].split) == ("b/c", 0.5, "train")

@@ -1,77 +1,101 @@
-"""Reading files: what is used, cut, dropped or refused, with the line it stands on."""
+"""Reading data of a run: what is used, cut, dropped or refused, with the line it stands on; splits and weights."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import scenarios
 import tiny
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune import data
 from finetune.errors import InputError
-from finetune.loss import IGNORED
-from finetune.row_order import EMPTY
+from finetune.pipeline import Settings
+from finetune.rows import Rows
+from finetune.sources import Source
+from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()
 GOOD = json.dumps({"messages": [{"role": "user", "content": "the tree"}, {"role": "assistant", "content": "walks"}]})
-SHARED = Path(__file__).parents[2] / "shared"
 
 
-def read(path: Path, text: str | bytes, max_length: int = 64) -> data.Rows:
+def read(path: Path, text: str | bytes, max_length: int = 64, **manner: Any) -> Rows:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return data.read_rows([str(path)], TOKENIZER, max_length)
+    return tiny.read_rows(path, TOKENIZER, max_length, **manner)
+
+
+def conversation(question: str, answer: str = "walks") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"messages": [', "not one JSON object"),
-        (GOOD + GOOD, "not one JSON object"),
-        ("[1, 2]", 'no object with the key "messages"'),
-        ('{"text": "a"}', 'no object with the key "messages"'),
-        (b"\xff\xfe", "not UTF-8"),
-        ("[" * 100_000, "nested too deeply|not one JSON object"),
+        ('{"messages": [', "JSON"),
+        (GOOD + GOOD, "JSON"),
+        (b'{"messages": "\xff\xfe"}', "not UTF-8"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no assistant turn"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "names tools"),
+        ('{"chosen": "a", "rejected": "b"}', "preference"),
+        ('{"nothing": 1}', "nothing"),
     ],
 )
 def test_bad_line_is_refused_with_file_line_and_reason(tmp_path: Path, line: str | bytes, reason: str):
     line = line if isinstance(line, bytes) else line.encode()
-    with pytest.raises(InputError, match=f"rows.jsonl:3: .*({reason})"):
+    with pytest.raises(InputError, match=f"rows.jsonl:3: .*{reason}"):
         read(tmp_path / "rows.jsonl", GOOD.encode() + b"\n\n" + line + b"\n" + GOOD.encode())
 
 
-def test_first_ten_bad_rows_are_named_and_all_are_counted(tmp_path: Path):
+def test_first_ten_bad_rows_are_named_in_the_order_of_the_file_and_all_are_counted_with_what_to_do(tmp_path: Path):
+    # broken lines and lines that are no conversation are found at different stages
     with pytest.raises(InputError) as error:
-        read(tmp_path / "rows.jsonl", "\n".join([GOOD, *["{"] * 25]))
-    assert len(error.value.problems) == 12
-    assert error.value.problems[10] == "... and 15 more."
-    assert error.value.problems[11].startswith("25 rows cannot be used")
+        read(tmp_path / "rows.jsonl", "\n".join([GOOD, *["{", '{"nothing": 1}'] * 13]))
+    problems = error.value.problems
+    assert [int(problem.split(".jsonl:")[1].split(":")[0]) for problem in problems[:10]] == list(range(2, 12))
+    assert problems[10].startswith("... and 16 more")
+    assert problems[11].startswith("26 rows cannot be used")
+    assert "data.on_bad_row skip" in problems[11]
 
 
-def test_byte_order_mark_windows_line_ends_and_blank_lines_are_harmless(tmp_path: Path):
-    rows = read(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n\r\n" + GOOD.encode() + b"\r\n")
-    assert [row.source.rsplit(":")[-1] for row in rows.rows] == ["1", "3"]
+def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
+    rows = read(tmp_path / "rows.jsonl", "\n".join([GOOD, "{broken", GOOD, '{"nothing": 1}']), skip_bad_rows=True)
+    assert [row.source.rsplit(":")[-1] for row in rows] == ["1", "3"]
+    rejected = [json.loads(line) for line in data.rejected_lines(rows)]
+    assert [entry["source"].rsplit(":")[-1] for entry in rejected] == ["2", "4"]
+    assert rejected[0]["raw"] == "{broken"
+    assert json.loads(rejected[1]["raw"]) == {"nothing": 1}
+    assert "2 rejected" in data.describe(rows, "training")
+
+
+def test_skipping_never_leaves_an_empty_run(tmp_path: Path):
+    with pytest.raises(InputError, match=r"no row is left, 1 cannot be used .*rows\.jsonl:1"):
+        read(tmp_path / "rows.jsonl", "{broken", skip_bad_rows=True)
 
 
 def test_empty_file_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="no row"):
+    with pytest.raises(InputError, match="there is no row"):
         read(tmp_path / "rows.jsonl", "")
 
 
 def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_both_counted(tmp_path: Path):
-    long = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tree " * 99}]})
-    lost = json.dumps({"messages": [{"role": "user", "content": "tree " * 99}, {"role": "assistant", "content": "a"}]})
-    rows = read(tmp_path / "rows.jsonl", "\n".join([GOOD, long, lost]), max_length=32)
-    assert (len(rows), rows.truncated, len(rows.dropped)) == (2, 2, 1)
-    assert rows.dropped[0].endswith(":3")
+    cut, lost = conversation("a", "tree " * 99), conversation("tree " * 99, "a")
+    rows = read(tmp_path / "rows.jsonl", "\n".join([GOOD, json.dumps(cut), json.dumps(lost)]), max_length=32)
+    assert (len(rows), rows.summary["truncated"], rows.summary["dropped"]) == (2, 1, 1)
+    assert rows.summary["first_dropped"][0].endswith(":3")
     assert max(rows.lengths) == 32
-    line = rows.describe("training")
-    assert "2 rows cut" in line
+    assert rows[1].uncut_tokens > 99
+    line = data.describe(rows, "training")
+    assert "1 row cut" in line
     assert "1 dropped" in line
     assert "rows.jsonl:3" in line
+    assert "max_length 32" in next(data.rejected_lines(rows))
 
 
 def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path):
@@ -79,80 +103,147 @@ def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path
         read(tmp_path / "rows.jsonl", GOOD, max_length=3)
 
 
-def test_batch_is_shifted_padded_on_the_right_and_counts_as_the_rows_do(tmp_path: Path):
-    rows = data.read_rows([str(tiny.write_conversations(tmp_path / "rows.jsonl", 6))], TOKENIZER, 64)
-    batch = data.collate(rows.rows, [4, EMPTY, 1], torch.device("cpu"))
-    ids, labels = batch["input_ids"], batch["next_tokens"]
-    assert (labels != IGNORED).sum(1).tolist() == [rows.trained_tokens[4], 0, rows.trained_tokens[1]]
-    for place, row in ((0, rows.rows[4]), (2, rows.rows[1])):
-        assert ids[place, : len(row.tokens)].tolist() == row.tokens
-        for position, label in enumerate(labels[place].tolist()):
-            expected = position + 1 < len(row.tokens) and row.trained[position + 1]
-            assert label == (row.tokens[position + 1] if expected else IGNORED)
+def test_every_row_of_many_is_stored_as_it_was_encoded(tmp_path: Path):
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 1000)  # several batches of the Arrow file
+    rows = tiny.read_rows(path, TOKENIZER)
+    assert [row.source for row in rows] == [f"{path}:{i}" for i in range(1, 1001)]
+    assert rows.lengths.tolist() == [len(row.tokens) for row in rows]
+    assert rows.trained_tokens.tolist() == [row.trained_tokens for row in rows]
+    for i in (0, 255, 256, 999):
+        messages = json.loads(path.read_text().splitlines()[i])["messages"]
+        text = TOKENIZER.apply_chat_template(messages, tokenize=False)
+        assert rows[i].tokens.tolist() == TOKENIZER(text)["input_ids"][:64]
+        prompt = TOKENIZER.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        if rows[i].uncut_tokens <= 64:
+            assert TOKENIZER.decode(rows[i].tokens[: rows[i].prompt_tokens]) == prompt
+            assert rows[i].question == messages[-2]["content"]
+    with pytest.raises(IndexError):
+        rows[1000]
 
 
-def test_padding_does_not_change_the_loss_of_a_row(model_folder: Path, conversations: Path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from finetune.loss import token_loss_sum
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
-    rows = data.read_rows([str(conversations)], TOKENIZER, 64)
-
-    def loss(indices: list[int]) -> torch.Tensor:
-        batch = data.collate(rows.rows, indices, torch.device("cpu"))
-        return token_loss_sum(model(input_ids=batch["input_ids"]).logits, batch["next_tokens"])
-
-    shortest = rows.lengths.index(min(rows.lengths))
-    longest = rows.lengths.index(max(rows.lengths))
-    torch.testing.assert_close(loss([shortest, longest]), loss([shortest]) + loss([longest]))
-
-
-@given(content=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
-def test_any_bytes_give_rows_or_an_error_with_a_line_number(tmp_path_factory: pytest.TempPathFactory, content: bytes):
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=200), good=st.booleans())
+def test_any_bytes_give_rows_or_an_error_with_a_line_number(tmp_path_factory: Any, content: bytes, good: bool):
     path = tmp_path_factory.mktemp("fuzz") / "rows.jsonl"
     problem = None
     try:
-        rows = read(path, content)
+        rows = read(path, content + b"\n" + GOOD.encode() if good else content)
     except InputError as error:
         problem = error.problems[0]
-    assert len(rows) > 0 if problem is None else f"{path}:" in problem or "no row" in problem
+    assert len(rows) > 0 if problem is None else f"{path}:" in problem or "there is no row" in problem
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real material that lies beside some checkouts")
-@pytest.mark.parametrize("name", ["llama-3.2", "qwen2.5"])
-@pytest.mark.parametrize("role", ["user", "assistant"])
-def test_real_tokenizers_keep_special_token_strings_as_text(name: str, role: str):
-    from transformers import AutoTokenizer
-
-    from finetune.chat import Encoder
-
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
-    encoder = Encoder(tokenizer)
-    for special in (encoder.specials[0], encoder.specials[-1], tokenizer.eos_token):
-        for text in (f"x {special} y", f"x{special}{special}y", f" {special}", f"日本{special}語"):
-            messages = [{"role": r, "content": text if r == role else "a"} for r in ("user", "assistant")]
-            row = encoder.encode(messages, "test:1")
-            assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
-            plain = [{**m, "content": "a"} for m in messages]
-            counts = [sum(t in tokenizer.all_special_ids for t in r.tokens) for r in (row, encoder.encode(plain, ""))]
-            assert counts[0] == counts[1]
+def test_split_by_a_fraction_keeps_every_row_on_its_side_whatever_is_added(tmp_path: Path):
+    contents = [conversation(f"tree {i}") for i in range(400)]
+    small = tiny.read_rows(write(tmp_path / "small.jsonl", contents[:200]), TOKENIZER)
+    large = tiny.read_rows(write(tmp_path / "large.jsonl", contents[::-1]), TOKENIZER)
+    sides = []
+    for rows in (small, large):
+        train, held_out = data.split(rows, 0.2)
+        assert len(train) + len(held_out) == len(rows)
+        assert 0.1 < len(held_out) / len(rows) < 0.3
+        sides.append({row.question for row in held_out})
+    assert sides[0] == sides[1] & {row.question for row in small}
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the real material that lies beside some checkouts")
-@pytest.mark.parametrize("name", ["llama-3.2", "qwen2.5"])
-@pytest.mark.parametrize("file", ["gsm8k_test_200.jsonl", "japanese_multiturn_80.jsonl"])
-def test_real_tokenizers_mask_real_rows(name: str, file: str):
-    from transformers import AutoTokenizer
+def test_rows_that_agree_in_the_split_key_stay_on_one_side(tmp_path: Path):
+    rows = [conversation(f"tree {i}") | {"document": i // 5} for i in range(200)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    stored = data.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="document"))
+    documents = [{int(row.question.split()[1]) // 5 for row in side} for side in data.split(stored, 0.3)]
+    assert all(documents)
+    assert not documents[0] & documents[1]
+    with pytest.raises(InputError, match=r"no key 'chapter', which data\.split_key names"):
+        data.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="chapter"))
 
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name)
-    rows = data.read_rows([str(SHARED / "data" / file)], tokenizer, 4096)
-    assert not rows.dropped
-    for row, messages in zip(rows.rows[:40], rows.messages):
-        trims = name.startswith("llama")  # as its template does
-        answers = [m["content"].strip() if trims else m["content"] for m in messages if m["role"] == "assistant"]
-        trained = tokenizer.decode([t for t, is_trained in zip(row.tokens, row.trained) if is_trained])
-        end = "<|eot_id|>" if trims else "<|im_end|>"
-        assert trained == "".join(answer + end for answer in answers)
+
+def test_rows_of_one_long_text_are_split_too(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("".join(f"the tree number {i} walks over the river\n" for i in range(4000)))
+    rows = tiny.read_rows(tmp_path / "text.txt", TOKENIZER)
+    _, held_out = data.split(rows, 0.1)
+    assert 0.05 < len(held_out) / len(rows) < 0.15
+
+
+def test_split_that_leaves_a_side_empty_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="choose another fraction"):
+        data.split(read(tmp_path / "rows.jsonl", GOOD), 0.5)
+
+
+def test_sources_with_weights_are_trained_as_often_as_they_say(tmp_path: Path):
+    first = write(tmp_path / "first.jsonl", [conversation(f"tree {i}") for i in range(100)])
+    second = write(tmp_path / "second.jsonl", [conversation(f"river {i}") for i in range(50)])
+    sources = [Source(str(first), weight=0.5), Source(str(second), weight=2)]
+    rows, _ = data.load(sources, [], TOKENIZER, Settings(64))
+    questions = [row.question for row in rows]
+    assert 30 < sum("tree" in question for question in questions) < 70
+    assert len({question for question in questions if "tree" in question}) == sum("tree" in q for q in questions)
+    assert sorted(q for q in questions if "river" in q) == sorted([f"river {i}" for i in range(50)] * 2)
+    again, _ = data.load(sources, [], TOKENIZER, Settings(64))
+    assert again.fingerprint == rows.fingerprint
+    unweighted, _ = data.load([Source(str(first)), Source(str(second))], [], TOKENIZER, Settings(64))
+    assert unweighted.fingerprint != rows.fingerprint
+
+
+@pytest.mark.parametrize(("weight", "share"), [(0.25, 0.25), (0.5, 0.5), (1.2, 1.2)])
+def test_weights_hold_among_the_rows_that_a_split_leaves(tmp_path: Path, weight: float, share: float):
+    path = write(tmp_path / "rows.jsonl", [conversation(f"tree {i}") for i in range(1000)])
+    rows, held_out = data.load([Source(str(path), weight=weight)], 0.3, TOKENIZER, Settings(64))
+    assert held_out is not None
+    assert abs(len(rows) / (1000 - len(held_out)) - share) < 0.07
+    assert not {row.question for row in rows} & {row.question for row in held_out}
+
+
+def test_weight_of_held_out_rows_is_refused():
+    assert data.held_out_problems([Source("a.jsonl")]) == []
+    (problem,) = data.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
+    assert "b.jsonl has the weight 2" in problem
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused(tmp_path: Path):
+    rows = read(tmp_path / "rows.jsonl", GOOD)
+    longest = int(rows.lengths.max())
+    assert data.position_problems([rows, None], 4096, longest) == []
+    assert data.position_problems([rows, rows], 4096, None) == []
+    assert f"set data.max_length to {longest - 1} or less" in data.position_problems([rows], 4096, longest - 1)[0]
+    assert "4,096 tokens" in data.position_problems([None, rows], 4096, 1024)[0]  # a stream
+
+
+def test_held_out_rows_that_are_trained_too_are_counted(tmp_path: Path):
+    train = tiny.read_rows(write(tmp_path / "a.jsonl", [conversation(f"tree {i}") for i in range(9)]), TOKENIZER)
+    other = tiny.read_rows(write(tmp_path / "b.jsonl", [conversation(f"tree {i}") for i in range(7, 14)]), TOKENIZER)
+    assert data.shared_with(other, train) == 2
+
+
+def test_fingerprint_changes_with_a_token_and_with_a_mask(tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", [conversation("tree")])
+    found = {tiny.read_rows(path, TOKENIZER).fingerprint}
+    found.add(data.read_rows([Source(str(path))], TOKENIZER, Settings(64, train_on="all")).fingerprint)
+    found.add(tiny.read_rows(write(tmp_path / "other.jsonl", [conversation("river")]), TOKENIZER).fingerprint)
+    assert len(found) == 3
+    assert tiny.read_rows(write(tmp_path / "same.jsonl", [conversation("tree")]), TOKENIZER).fingerprint in found
+
+
+def test_token_that_the_model_does_not_know_is_refused(tmp_path: Path):
+    rows = read(tmp_path / "rows.jsonl", GOOD)
+    largest = int(np.concatenate([row.tokens for row in rows]).max())
+    assert data.vocabulary_problems([rows, None], largest + 1) == []
+    (problem,) = data.vocabulary_problems([rows, None], largest)
+    assert f"token {largest}" in problem
+
+
+@pytest.mark.parametrize("held_out", [0.3, "own file"])
+def test_run_writes_each_row_that_it_skips_once(held_out: Any, tmp_path: Path, model_folder: Path, conversations: Path):
+    for name in ("train.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text(conversations.read_text() + "{broken\n")
+    config = scenarios.configuration(
+        model_folder,
+        tmp_path / "train.jsonl",
+        tmp_path / "run",
+        train__steps=1,
+        data__on_bad_row="skip",
+        data__eval=held_out if held_out == 0.3 else str(tmp_path / "held_out.jsonl"),
+    )
+    sft.main(config)
+    rejected = [json.loads(line)["source"] for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
+    files = ["train.jsonl"] if held_out == 0.3 else ["train.jsonl", "held_out.jsonl"]
+    assert rejected == [f"{tmp_path / name}:81" for name in files]

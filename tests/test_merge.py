@@ -16,10 +16,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from finetune import adapted_model, cli, comparison, data, quantization
+from finetune import adapted_model, cli, comparison, quantization
 from finetune import merge as merging
 from finetune.errors import InputError, RunStopped
 from finetune.merge import merge
+from finetune.pipeline import Settings
+from finetune.sources import Source
 from recipes import sft
 
 VARIANTS: dict[str, dict[str, bool]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
@@ -98,7 +100,7 @@ def train(
 @pytest.fixture
 def rows(held_out: Path) -> list[list[int]]:
     tokenizer = tiny.build_tokenizer()
-    return [row.tokens for row in data.read_rows([str(held_out)], tokenizer, 64).rows]
+    return [row.tokens.tolist() for row in tiny.read_rows(held_out, tokenizer)]
 
 
 def logits(model: Any, rows: list[list[int]]) -> torch.Tensor:
@@ -578,20 +580,22 @@ def test_divergence_is_that_of_torch_and_zero_for_equal_models():
 
 
 def test_text_is_the_given_file_else_the_runs_data_else_samples_and_always_bounded(held_out: Path, tmp_path: Path):
-    options: dict[str, Any] = {"max_length": 2048, "vocabulary": 512}
+    options: dict[str, Any] = {"settings": Settings(2048), "vocabulary": 512}
     tokenizer = tiny.build_tokenizer()
     (tmp_path / "long.txt").write_text("the house walks " * 20_000)
-    text = comparison.choose_text(tokenizer, text_file=tmp_path / "long.txt", files=[str(held_out)], **options)
+    text = comparison.choose_text(
+        tokenizer, text_file=tmp_path / "long.txt", entries=[Source(str(held_out))], **options
+    )
     assert text.name.endswith("long.txt")
     assert len(text.rows) <= 16
     assert max(map(len, text.rows)) == 512
     assert text.tokens == 4096
-    text = comparison.choose_text(tokenizer, text_file=None, files=[str(held_out)], **options)
+    text = comparison.choose_text(tokenizer, text_file=None, entries=[Source(str(held_out))], **options)
     assert (text.name, len(text.rows)) == (str(held_out), 11)
-    text = comparison.choose_text(tokenizer, text_file=None, files=[], **options)
+    text = comparison.choose_text(tokenizer, text_file=None, entries=[], **options)
     assert (text.name, len(text.rows)) == ("sample texts", 3)
     with pytest.raises(InputError, match="the base model knows 100 tokens only"):
-        comparison.choose_text(tokenizer, text_file=None, files=[], max_length=1, vocabulary=100)
+        comparison.choose_text(tokenizer, text_file=None, entries=[], settings=Settings(1), vocabulary=100)
 
 
 def test_run_is_compared_on_its_held_out_rows_else_on_its_training_rows_else_on_samples(

@@ -11,7 +11,7 @@ def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():
     meter = Meter(Accelerator(cpu=True), flops_per_token=1e6, peak_flops=1e9)
     (metrics,) = meter.update(
         step=1,
-        rows=["a:1"],
+        rows=lambda: ["a:1"],
         losses=torch.tensor([6.0, 2.0]),
         tokens=4,
         row_tokens=30,

@@ -4,6 +4,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import yaml
 from scenarios import configuration, read_metrics
@@ -53,18 +54,17 @@ def test_run_yaml_tells_configuration_strategy_versions_hardware_data_and_commit
 
 
 def test_final_loads_with_transformers_and_gives_the_held_out_loss_of_the_run(run: Path, held_out: Path):
-    from finetune import data
     from finetune.loss import token_loss_sum
 
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     assert model.config.tie_word_embeddings
-    rows = data.read_rows([str(held_out)], tokenizer, 64)
+    rows = tiny.read_rows(held_out, tokenizer)
     total = 0.0
     with torch.no_grad():
-        for i in range(len(rows)):
-            batch = data.collate(rows.rows, [i], torch.device("cpu"))
-            total += token_loss_sum(model(input_ids=batch["input_ids"]).logits, batch["next_tokens"]).item()
+        for row in rows:
+            next_tokens, input_ids = tiny.tensors(row)
+            total += token_loss_sum(model(input_ids=input_ids).logits, next_tokens).item()
     assert total / sum(rows.trained_tokens) == pytest.approx(read_metrics(run)[-1]["eval_loss"], rel=2e-2)
     assert "base_model" in (run / "final" / "README.md").read_text()
     assert not list((run / "final").glob("*.bin"))

@@ -185,3 +185,17 @@ def test_last_step_with_fewer_rows_and_processes_without_any_gives_the_same_run(
     assert len(metrics) == 4
     assert metrics[-1]["tokens"] < min(m["tokens"] for m in metrics[:-1])
     assert_parity(metrics, expected, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("zero2", 2), ("zero3", 2)]
+)
+def test_packed_rows_give_the_run_of_one_process(strategy: str, world_size: int, run: Run):
+    packed = changes_for("sgd", 0.5, 2) | {"data__packing": True}
+    expected = run("single", 1, **packed)
+    metrics = run(strategy, world_size, **packed)
+    assert len(metrics) == scenarios.STEPS
+    assert_parity(metrics, expected, FP32_TOLERANCE)
+    # no position is spent on padding, and rows hold several documents
+    assert [m["total_tokens"] for m in metrics] == [m["total_tokens"] for m in expected]
+    assert min(m["total_tokens"] for m in metrics) > 0.8 * ROWS_PER_STEP * 64

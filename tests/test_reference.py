@@ -9,7 +9,6 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from finetune import data
 from finetune.row_order import global_batch
 from recipes.sft import main
 
@@ -65,7 +64,7 @@ def test_losses_and_norms_are_those_of_transformers_trainer(
     )
     ours = scenarios.read_metrics(tmp_path / "ours")
 
-    rows = data.read_rows([str(conversations)], tiny.build_tokenizer(), 64).rows
+    rows = tiny.read_rows(conversations, tiny.build_tokenizer())
     order = [
         index
         for step in range(1, scenarios.STEPS + 1)
@@ -73,8 +72,8 @@ def test_losses_and_norms_are_those_of_transformers_trainer(
     ]
     features = [
         {
-            "input_ids": rows[i].tokens,
-            "labels": [t if is_trained else -100 for t, is_trained in zip(rows[i].tokens, rows[i].trained)],
+            "input_ids": rows[i].tokens.tolist(),
+            "labels": [t if is_trained else -100 for t, is_trained in zip(rows[i].tokens.tolist(), rows[i].trained)],
             "attention_mask": [1] * len(rows[i].tokens),
         }
         for i in order

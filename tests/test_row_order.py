@@ -64,5 +64,6 @@ def test_batch_that_does_not_divide_names_the_nearest_that_do():
 
 
 def test_positions_count_the_padding_of_each_micro_batch():
-    assert positions_in([0, 1, 2, EMPTY], lengths=[5, 3, 7], micro_batch_size=2) == 2 * 5 + 2 * 7
-    assert positions_in([0, EMPTY], lengths=[5], micro_batch_size=1) == 5 + 1
+    assert positions_in([0, 1, 2, EMPTY], lengths=[5, 3, 7], micro_batch_size=2, padded=True) == 2 * 5 + 2 * 7
+    assert positions_in([0, EMPTY], lengths=[5], micro_batch_size=1, padded=True) == 5 + 1
+    assert positions_in([0, 1, 2, EMPTY], lengths=[5, 3, 7], micro_batch_size=2, padded=False) == 5 + 3 + 7 + 1

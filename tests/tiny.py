@@ -3,10 +3,18 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from finetune import data
+from finetune.batches import collate
+from finetune.encoding import Row
+from finetune.pipeline import Settings
+from finetune.rows import Rows
+from finetune.sources import Source
 
 CHATML = (
     "{% for message in messages %}"
@@ -77,3 +85,14 @@ def write_conversations(path: Path, rows: int, seed: int = 0, longest: int = 12)
                 messages.append({"role": "assistant", "content": sentence(rng, longest)})
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 64, **manner: Any) -> Rows:
+    """The rows of a file, as the recipe reads them by default."""
+    return data.read_rows([Source(str(path))], tokenizer, Settings(max_length), **manner)
+
+
+def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row alone as the model takes it: what to predict, and the input; each of shape (1, positions)."""
+    next_tokens, inputs = collate([[row]], torch.device("cpu"), packed=False)
+    return next_tokens, inputs["input_ids"]

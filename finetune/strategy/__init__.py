@@ -2,8 +2,9 @@
 
 ``request`` (what the launch asks for, and whether it can work), ``compatibility`` (what goes with what), ``setup``
 (process group, Accelerator, preparation, end), ``loading`` (where weights are read to, and by whom), ``active`` (what
-is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``deepspeed_ops`` (its
-C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
+is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass
+that leaves no trace), ``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file,
+for notebooks and tests).
 
 The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
 of it is read here, checked, brought to one numerical policy, and proven active after preparation.
@@ -36,6 +37,7 @@ from .active import (
 )
 from .deepspeed_ops import prepare_import
 from .loading import loading, loading_device
+from .rehearsal import rehearsal
 from .request import Strategy, asked_for, compute_dtype, describe, native_precision, problems
 from .setup import finish, leave, one_writes, prepare, start
 from .sharding import sharding_of
@@ -59,6 +61,7 @@ __all__ = [
     "prepare",
     "prepare_import",
     "problems",
+    "rehearsal",
     "sharding_of",
     "start",
     "trained_shapes",

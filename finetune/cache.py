@@ -1,0 +1,101 @@
+"""A folder that one process fills while the others wait, and that later runs find complete.
+
+Waiting happens on a lock file, not inside a collective: hours of preparation never run into a collective's time limit,
+and the kernel frees the lock of a process that is killed.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .errors import InputError
+
+
+def cache_folder() -> Path:
+    """Where this toolkit keeps what can be made again: ``$XDG_CACHE_HOME/finetune``, or ``~/.cache/finetune``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+
+
+def data_cache_folder() -> Path:
+    """Where prepared rows lie: ``$FINETUNE_DATA_CACHE`` (a fast disk, say), or ``data`` in ``cache_folder``."""
+    return Path(os.environ.get("FINETUNE_DATA_CACHE") or cache_folder() / "data")
+
+
+def key_of(contents: Any) -> str:
+    """Name for what was made from these JSON-able ``contents``."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def filled_once(
+    folder: Path, fill: Callable[[Path], None], *, on_start: Callable[[], None], on_wait: Callable[[], None]
+) -> Path:
+    """The folder, filled by this process, by another one meanwhile, or by an earlier run: complete or absent.
+
+    Args:
+        fill: writes into the (temporary) folder it is given; called by one process at a time, once if it succeeds.
+        on_start: called before filling.
+        on_wait: called before waiting for another process.
+
+    Raises:
+        InputError: if the folder cannot be written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_wait()
+            lock.acquire(poll_interval=0.1)
+    except OSError as error:
+        raise InputError(_not_writable(folder.parent, error)) from error
+    try:
+        if not folder.is_dir():
+            on_start()
+            _fill(folder, fill)
+    finally:
+        lock.release()
+    return folder
+
+
+def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
+    machine = f"{folder.name}.{platform.node()}"  # not every shared file system locks for all machines
+    for left_behind in folder.parent.glob(f"{machine}.*.tmp"):  # we hold the lock: whoever wrote it was killed
+        shutil.rmtree(left_behind)
+    work = folder.with_name(f"{machine}.{os.getpid()}.tmp")
+    try:
+        work.mkdir()
+        fill(work)
+        for path in (*work.iterdir(), work):
+            _flush(path)
+        if not folder.is_dir():  # or else another machine was faster
+            work.rename(folder)
+    except OSError as error:
+        raise InputError(_not_writable(folder.parent, error)) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold what was written, so that a rename never stands for less than all of it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_writable(folder: Path, error: OSError) -> str:
+    return (
+        f"Prepared data could not be written to {folder} ({error.strerror or error}); make room there, or set the "
+        "environment variable FINETUNE_DATA_CACHE to another folder."
+    )
