@@ -18,7 +18,9 @@ class Preparing:
     EVERY_SECONDS = 20.0
 
     def __init__(self, *, shown: bool) -> None:
-        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False)
+        self.console = Console(
+            quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
+        )
         self.status = self.console.status("") if self.console.is_terminal else None
         self.doing, self.told = "", 0.0
 
