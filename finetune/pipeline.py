@@ -115,7 +115,8 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
         batch.rows += rows
         batch.origins += [origin] * len(rows)
         if len(result) > 1 and settings.split_key is None:  # a long text: each of its rows for itself
-            batch.split_hashes += [hash_of(row.tokens.tobytes()) for row in rows]
+            # another hash than that of the tokens alone, by which a weight below 1 chooses
+            batch.split_hashes += [hash_of(b"split" + row.tokens.tobytes()) for row in rows]
         else:
             batch.split_hashes += [split_hash] * len(rows)
     return batch

@@ -203,7 +203,7 @@ def main(cfg: Config) -> None:
     if accelerator.is_main_process:  # all that could be refused has been: an earlier run may be replaced now
         output.prepare_folder(folder)
         output.write_run(folder, record)
-        own_files = held_out if cfg.data.eval and not isinstance(cfg.data.eval, float) else None
+        own_files = None if isinstance(cfg.data.eval, float) else held_out
         output.append_rejected(folder, chain(work.newly_rejected(), data.rejected_lines(own_files)))
 
     if held_out:
@@ -328,7 +328,7 @@ def read_data(
     vocabulary, positions = model_config.vocab_size, models.most_positions(model_config)
     refuse_if_any(
         data.vocabulary_problems([rows, held], vocabulary)
-        + data.position_problems([rows, held], settings.max_length, positions)
+        + data.position_problems(rows, held, settings.max_length, positions)
     )
     if rows is not None:
         return batches.Batches(rows, max_length=settings.max_length, steps=steps, epochs=cfg.train.epochs, **form), held

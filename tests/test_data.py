@@ -193,6 +193,14 @@ def test_weights_hold_among_the_rows_that_a_split_leaves(tmp_path: Path, weight:
     assert not {row.question for row in rows} & {row.question for row in held_out}
 
 
+def test_weights_hold_among_the_rows_that_a_split_leaves_of_one_long_text(tmp_path: Path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the tree number {i} walks over the river\n" for i in range(4000)))
+    rows, held_out = data.load([Source(str(path), weight=0.5)], 0.4, TOKENIZER, Settings(64))
+    assert held_out is not None
+    assert abs(len(rows) / (held_out.summary["rows"] - len(held_out)) - 0.5) < 0.07
+
+
 def test_weight_of_held_out_rows_is_refused():
     assert data.held_out_problems([Source("a.jsonl")]) == []
     (problem,) = data.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
@@ -202,10 +210,10 @@ def test_weight_of_held_out_rows_is_refused():
 def test_rows_longer_than_the_model_has_positions_are_refused(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", GOOD)
     longest = int(rows.lengths.max())
-    assert data.position_problems([rows, None], 4096, longest) == []
-    assert data.position_problems([rows, rows], 4096, None) == []
-    assert f"set data.max_length to {longest - 1} or less" in data.position_problems([rows], 4096, longest - 1)[0]
-    assert "4,096 tokens" in data.position_problems([None, rows], 4096, 1024)[0]  # a stream
+    assert data.position_problems(rows, None, 4096, longest) == []
+    assert data.position_problems(rows, rows, 4096, None) == []
+    assert f"set data.max_length to {longest - 1} or less" in data.position_problems(rows, None, 4096, longest - 1)[0]
+    assert "4,096 tokens" in data.position_problems(None, rows, 4096, 1024)[0]  # a stream
 
 
 def test_held_out_rows_that_are_trained_too_are_counted(tmp_path: Path):
