@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import strategy as strategies
 from finetune.errors import InputError, RunStopped
+from finetune.row_order import global_batch
 from recipes import sft
 
 
@@ -191,14 +192,14 @@ def test_loss_that_is_not_finite_stops_the_run_naming_step_and_rows_and_leaves_w
     original = sft.token_loss_sum
 
     def poisoned(logits, next_tokens):
-        factor = float("nan") if next(calls) == 8 + 3 else 1.0  # fourth micro-batch of the second step
+        factor = float("nan") if next(calls) == 1 + 8 + 3 else 1.0  # rehearsal, then a step, then three micro-batches
         return original(logits, next_tokens) * factor
 
     monkeypatch.setattr(sft, "token_loss_sum", poisoned)
     config = scenarios.configuration(model_folder, conversations, tmp_path / "out", train__steps=4)
     with pytest.raises(RunStopped, match="step 2: the loss is not finite") as error:
         sft.main(config)
-    rows = sft.global_batch(2, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
+    rows = global_batch(2, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
     assert f"The rows are {conversations}:{rows[3] + 1}." in str(error.value)
     assert [m["step"] for m in scenarios.read_metrics(tmp_path / "out")] == [1]
     assert (tmp_path / "out" / "run.yaml").exists()
