@@ -3,6 +3,7 @@
 Threads share the work: the tokenizer leaves Python's lock while it computes.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -137,6 +138,19 @@ def hash_of(content: bytes) -> int:
 
 def _reject(record: Record, reason: str) -> Rejected:
     return Rejected(record.source, reason, json.dumps(record.value, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def rarely_collecting_garbage() -> Iterator[None]:
+    """Let Python look for cycles seldom, and not among what the libraries hold (a sixth of the time)."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from . import chat, encoding, formats, messages, pipeline, rendering, sources
 from .cache import data_cache_folder, filled_once, key_of
 from .encoding import Encoder
-from .pipeline import Encoded, Settings, encoded, hash_of, one_thread_a_call
+from .pipeline import Encoded, Settings, encoded, hash_of, one_thread_a_call, rarely_collecting_garbage
 from .sources import Source
 
 SHOWN = 10
@@ -63,7 +63,7 @@ def prepare(
 
     def fill(work: Path) -> None:
         encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
-        with one_thread_a_call():
+        with one_thread_a_call(), rarely_collecting_garbage():
             _write(work, entries, encoder, settings, lambda rows: tell(f"Preparing {names}", rows))
 
     return filled_once(

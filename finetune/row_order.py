@@ -78,14 +78,15 @@ def heaviest_micro_batch(
     Every epoch is looked at, so that nothing heavier comes later; ``EMPTY`` where the micro-batch ends the run.
 
     Args:
-        rows_at_once: to look at, so that memory stays bounded; an epoch at least.
+        rows_at_once: to look at, so that memory stays bounded; an epoch and a micro-batch at least.
     """
     rows = len(lengths)
     heaviest: tuple[int, list[int]] = (0, [])
-    epochs_at_once = max(1, rows_at_once // rows)
+    epochs_at_once = max(math.ceil(micro_batch_size / rows), rows_at_once // rows)
     for first in range(0, math.ceil(rows_in_run / rows), epochs_at_once):
         begin = first * rows // micro_batch_size * micro_batch_size
-        end = min((first + epochs_at_once) * rows, rows_in_run)
+        end = (first + epochs_at_once) * rows
+        end = end // micro_batch_size * micro_batch_size if end < rows_in_run else rows_in_run
         order = np.concatenate(
             [epoch_order(rows, seed, epoch) for epoch in range(begin // rows, math.ceil(end / rows))]
         )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,6 +186,7 @@ def test_padding_does_not_change_the_loss_of_a_row(model_folder: Path, rows: Row
 
 
 @settings(max_examples=80, deadline=None)
+@example(lengths=[1], micro_batch_size=2, accumulation=1, epochs=2.0, padded=False, rows_at_once=1)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
     micro_batch_size=st.integers(1, 4),
