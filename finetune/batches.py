@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .attention import document_bounds
+from .cache import key_of
 from .data import describe, rejected_lines
 from .encoding import Row
 from .loss import IGNORED
@@ -96,8 +97,8 @@ class Batches:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of tokens and masks, in order."""
-        return self.rows.fingerprint
+        """Hash of tokens and masks, in order, and of how they are packed."""
+        return self.rows.fingerprint if self.packs is None else key_of([self.rows.fingerprint, self.max_length])
 
     @property
     def mean_document_tokens(self) -> float:

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_init(verbs)
     _add_merge(verbs)
     _add_data(verbs)
+    _add_checkpoint(verbs)
     options, others = parser.parse_known_args(arguments)
     if others and options.verb != "data":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -86,6 +87,33 @@ def _add_data(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     data.set_defaults(run=_data)
 
 
+def _add_checkpoint(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    checkpoint = verbs.add_parser("checkpoint", help="list, check or export the checkpoints of a run")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    ls = actions.add_parser("ls", help="list the checkpoints of a run, also those that are not complete")
+    ls.add_argument("path", metavar="RUN", type=Path, help="output folder of a run")
+    verify = actions.add_parser(
+        "verify",
+        help="hold every file against its checksum",
+        description="Read every file and hold it against the checksum of when it was written. The exit code is 1 if "
+        "something is damaged or missing.",
+    )
+    export = actions.add_parser(
+        "export",
+        help="write the model or adapter of a checkpoint, as a run leaves it in final/",
+        description="Write what a run would leave in final/, had it ended with this checkpoint: a model for "
+        "transformers, or an adapter for PEFT.",
+    )
+    for action in (verify, export):
+        action.add_argument(
+            "path", metavar="RUN_OR_CHECKPOINT", type=Path, help="folder of a checkpoint, or output folder of a run"
+        )
+    export.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
+    for action, run in ((ls, _list_checkpoints), (verify, _verify_checkpoints), (export, _export_checkpoint)):
+        action.add_argument("--json", action="store_true", help="print the result as JSON")
+        action.set_defaults(run=run)
+
+
 def _init(options: argparse.Namespace) -> int:
     unpack(options.folder)
     print(
@@ -125,6 +153,26 @@ def _data(options: argparse.Namespace) -> int:
         as_json=options.json,
         tokens_per_second=options.tokens_per_second,
     )
+
+
+def _list_checkpoints(options: argparse.Namespace) -> int:
+    from .checkpoint.verb import ls
+
+    return ls(options.path, as_json=options.json)
+
+
+def _verify_checkpoints(options: argparse.Namespace) -> int:
+    from .checkpoint.verb import verify
+
+    return verify(options.path, as_json=options.json)
+
+
+def _export_checkpoint(options: argparse.Namespace) -> int:
+    from .checkpoint.export import describe, export
+
+    result = export(options.path, options.output)
+    print(json.dumps(result, indent=2) if options.json else describe(result))
+    return 0
 
 
 def unpack(folder: Path) -> None:

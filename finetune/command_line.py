@@ -18,11 +18,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from .errors import InputError, RunStopped
+from .errors import InputError, RunInterrupted, RunStopped
 
 Config = TypeVar("Config", bound=BaseModel)
 EXIT_CODE_OF_BAD_INPUT = 2
 EXIT_CODE_OF_STOPPED_RUN = 1
+EXIT_CODE_OF_INTERRUPTED_RUN = 75
+"""A temporary failure, as sysexits.h calls it: the same command may be run again."""
 
 
 def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
@@ -61,7 +63,9 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
 
 
 def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
-    """Entry point of a recipe's script: parse the flags, run ``main``, and turn an ``InputError`` into exit code 2.
+    """Entry point of a recipe's script: parse the flags, run ``main``, and make exit codes of its errors.
+
+    2: wrong input. 1: a run that had to stop. 75: a run that was asked to end, and saved.
 
     The sentences of an error are printed once however many processes run: the first process prints and
     ends, upon which the launcher ends the others. Where that does not happen, on another machine or because the first
@@ -71,6 +75,10 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
 
     try:
         main(parse(config_class, sys.argv[1:]))
+    except RunInterrupted as ended:  # on all processes at once
+        if is_first_process():
+            print(ended, file=sys.stderr)
+        leave(EXIT_CODE_OF_INTERRUPTED_RUN)
     except (InputError, RunStopped) as error:
         if not is_first_process():
             time.sleep(30 + int(os.environ.get("LOCAL_RANK", "0")))

@@ -127,6 +127,9 @@ class Train(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients with a larger global norm are scaled down to it; 0 switches clipping off. Metrics report the norm
     before clipping either way."""
+    max_bad_steps: PositiveInt = 5
+    """Steps in a row whose loss or gradients are not finite, until the run stops. Such a step never changes the
+    weights: it is left out on all processes, counted, and its rows are named."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd"] = "adamw"
     """AdamW (betas 0.9 and 0.999; fused on a GPU), 8 bytes of state a trained weight. adamw_8bit: 2 bytes;
     paged_adamw_8bit: the same, moved to host memory when the GPU is full; lion_8bit: 1 byte (betas 0.9 and 0.99; take
@@ -140,6 +143,20 @@ class Train(Section):
     """full: recompute each layer in the backward pass, for less memory and about a third more computation."""
     seed: NonNegativeInt = 0
     """Seed of the row order, of dropout and of random weights."""
+
+
+class Checkpoint(Section):
+    every: NonNegativeInt = 500
+    """Optimizer steps between checkpoints; 0: only when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run. Writing goes
+    on beside training."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that are kept; an older one is deleted when a newer one is complete."""
+    resume: str = "none"
+    """none: begin. auto: go on from the newest complete checkpoint of output_dir, or begin where there is none. Or the
+    folder of a checkpoint, or of a run. Strategy and number of processes may be others than before."""
+    resume_weights_only: bool = False
+    """Take the weights and the position in the data from the checkpoint, and start the optimizer anew: for another
+    optimizer, or one whose state cannot be carried over."""
 
 
 class Eval(Section):

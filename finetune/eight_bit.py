@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim import AdamW8bit, Lion8bit
 
-from .rounding import local_shard, round_stochastically
+from .rounding import local_shard, round_stochastically, rounding_noise
 
 
 def build_eight_bit_optimizer(
@@ -33,26 +33,33 @@ def build_eight_bit_optimizer(
     return optimizer
 
 
-class _OnShards:
+class OnShards:
     """For an optimizer of bitsandbytes: step on local shards, and round bf16 weights stochastically."""
 
     param_groups: list[dict[str, Any]]
     state: Any
 
     def prepare_shards(self, rounding_seed: int) -> None:
-        self.shards: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self.shards: dict[torch.Tensor, torch.nn.Parameter] = {}
         self.rounding_seed = rounding_seed
-        self.random: torch.Generator | None = None  # made on the device that the first step finds
 
     def step(self, closure: None = None) -> None:
         """Update the shard of every parameter that has a gradient."""
         assert closure is None
         whole = self.param_groups
         self.param_groups = [group | {"params": self._shards_of(group["params"])} for group in whole]
+        updated = [shard for group in self.param_groups for shard in group["params"]]
+        if updated:
+            steps = max(self.state[shard].get("step", 0) for shard in updated)
+            self.random = rounding_noise(self.rounding_seed, steps + 1, updated[0].device)
         try:
             super().step()  # type: ignore[misc]
         finally:
             self.param_groups = whole
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What is remembered of the shard of a parameter; empty before its first step."""
+        return self.state.get(self.shards.get(parameter), {})
 
     def _shards_of(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         shards = []
@@ -77,8 +84,6 @@ class _OnShards:
         if p.dtype != torch.bfloat16:
             super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
             return
-        if self.random is None:
-            self.random = torch.Generator(p.device).manual_seed(self.rounding_seed)
         assert p.grad is not None
         exact = torch.nn.Parameter(p.detach().float())
         exact.grad = p.grad.float()
@@ -88,9 +93,9 @@ class _OnShards:
         p.data.copy_(round_stochastically(exact.data, self.random))
 
 
-class _AdamW(_OnShards, AdamW8bit):  # type: ignore[misc]
+class _AdamW(OnShards, AdamW8bit):  # type: ignore[misc]
     pass
 
 
-class _Lion(_OnShards, Lion8bit):  # type: ignore[misc]
+class _Lion(OnShards, Lion8bit):  # type: ignore[misc]
     pass

@@ -31,3 +31,7 @@ class BadRow(ValueError):
 
 class RunStopped(RuntimeError):
     """A run that cannot go on, though its input was accepted: what happened, where, and what to do."""
+
+
+class RunInterrupted(RunStopped):
+    """A run that was asked to end, and can be taken up again: after which step, and how."""

@@ -18,14 +18,32 @@ MOST_SKIPPED_IN_A_ROW = 40
 class Meter:
     """Collects a step's tensors and turns them into numbers when the next step is under way."""
 
-    def __init__(self, accelerator: Accelerator, *, flops_per_token: float, peak_flops: float | None) -> None:
-        """Args: model FLOPs per token of a row, and one GPU's peak FLOP/s where it is known."""
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        flops_per_token: float,
+        peak_flops: float | None,
+        max_bad_steps: int,
+        last_checkpoint: Callable[[], str],
+        counters: dict[str, int] | None = None,
+    ) -> None:
+        """
+        Args:
+            flops_per_token: model FLOPs per token of a row.
+            peak_flops: one GPU's FLOP/s, where they are known.
+            max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops.
+            last_checkpoint: tells in a clause where the run can be taken up again.
+            counters: of the run that is resumed.
+        """
         self.accelerator = accelerator
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
+        self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
         self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.counters = dict.fromkeys(("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row"), 0)
+        self.counters |= counters or {}
+        """Steps that were left out so far: because fp16 overflowed, and because a figure was not finite."""
         self.clock = time.perf_counter()
 
     def update(
@@ -37,7 +55,7 @@ class Meter:
         tokens: int,
         row_tokens: int,
         total_tokens: int,
-        grad_norm: torch.Tensor | float,
+        grad_norm: float,
         learning_rate: float,
         skipped: bool,
     ) -> list[dict[str, Any]]:
@@ -53,15 +71,16 @@ class Meter:
             skipped: the optimizer left the step out because fp16 gradients overflowed.
 
         Raises:
-            RunStopped: if a loss was not finite, or a gradient that was not skipped.
+            RunStopped: if too many steps in a row were left out.
         """
         skipped = skipped and self.accelerator.mixed_precision == "fp16"  # elsewhere nothing may overflow
-        self.skipped_steps += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+        self.counters["skipped_steps"] += skipped
+        self.counters["skipped_in_a_row"] = self.counters["skipped_in_a_row"] + 1 if skipped else 0
+        if self.counters["skipped_in_a_row"] > MOST_SKIPPED_IN_A_ROW:
             raise RunStopped(
-                f"step {step}: the gradients of {self.skipped_in_a_row} steps in a row overflowed in fp16, so nothing "
-                "is learnt and the run stops; launch with --mixed_precision bf16 or no, or lower train.learning_rate."
+                f"step {step}: the gradients of {self.counters['skipped_in_a_row']} steps in a row overflowed in fp16, "
+                f"so nothing is learnt and the run stops; {self.last_checkpoint()}. Launch with --mixed_precision bf16 "
+                "or no, or lower train.learning_rate."
             )
         known = {
             "step": step,
@@ -71,7 +90,7 @@ class Meter:
             "total_tokens": total_tokens,
             "learning_rate": learning_rate,
             "skipped": skipped,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.counters["skipped_steps"],
         }
         device = self.accelerator.device
         memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
@@ -90,12 +109,12 @@ class Meter:
     def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
         figures = gathered.double()  # processes x (micro-batches, gradient norm, memory)
         losses, grad_norm, peak_memory_gib = figures[:, :-2], figures[0, -2].item(), figures[:, -1].max().item()
-        _stop_if_not_finite(known, losses, grad_norm)
+        bad = self._count_if_bad(known, losses, grad_norm)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         metrics = {
             "step": known["step"],
-            "loss": losses.sum().item() / known["tokens"],
+            "loss": None if bad else losses.sum().item() / known["tokens"],
             "tokens": known["tokens"],
             "total_tokens": known["total_tokens"],
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
@@ -110,24 +129,37 @@ class Meter:
             metrics["peak_memory_gib"] = peak_memory_gib
         if self.accelerator.mixed_precision == "fp16":
             metrics["skipped_steps"] = known["skipped_steps"]
-        return metrics
+        return metrics | bad
+
+    def _count_if_bad(self, known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> dict[str, Any]:
+        """What to report of a step that was left out for its figures; empty for a good one.
+
+        Args:
+            losses: of shape (processes, micro-batches), in the order in which a global batch is dealt out.
+
+        Raises:
+            RunStopped: after ``max_bad_steps`` of them in a row.
+        """
+        bad = [i for i, loss in enumerate(losses.T.flatten().tolist()) if not math.isfinite(loss)]
+        if not bad and (math.isfinite(grad_norm) or known["skipped"]):
+            self.counters["bad_in_a_row"] = 0
+            return {}
+        self.counters["bad_steps"] += 1
+        self.counters["bad_in_a_row"] += 1
+        of_step = known["rows"]()
+        size = -(-len(of_step) // losses.numel())
+        rows = [row for i in bad for row in of_step[i * size : (i + 1) * size]] if bad else of_step
+        figure = "loss" if bad else "gradient norm"
+        if self.counters["bad_in_a_row"] >= self.max_bad_steps:
+            steps = f"{self.max_bad_steps} steps in a row" if self.max_bad_steps > 1 else "the step"
+            named = ", ".join(rows[:8]) + (", ..." if len(rows) > 8 else "")
+            raise RunStopped(
+                f"step {known['step']}: the {figure} is not finite; {steps} left the weights as they were, so the run "
+                f"stops, and {self.last_checkpoint()}. The rows are {named}. Look at them, or lower "
+                "train.learning_rate; fp16 also overflows where bf16 does not."
+            )
+        return {"not_finite": figure, "bad_steps": self.counters["bad_steps"], "rows": rows}
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what was done between the steps."""
         self.clock = time.perf_counter()
-
-
-def _stop_if_not_finite(known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> None:
-    """Args: losses of shape (processes, micro-batches), in the order in which a global batch is dealt out."""
-    bad = [i for i, loss in enumerate(losses.T.flatten().tolist()) if not math.isfinite(loss)]
-    if not bad and (math.isfinite(grad_norm) or known["skipped"]):
-        return
-    of_step = known["rows"]()
-    size = -(-len(of_step) // losses.numel())
-    rows = [row for i in bad for row in of_step[i * size : (i + 1) * size]] if bad else of_step
-    named = ", ".join(rows[:8]) + (", ..." if len(rows) > 8 else "")
-    raise RunStopped(
-        f"step {known['step']}: the {'loss' if bad else 'gradient norm'} is not finite, so the run stops; what was "
-        f"saved before stays as it is. The rows are {named}. Look at them, or lower train.learning_rate; fp16 also "
-        "overflows where bf16 does not."
-    )

@@ -1,5 +1,7 @@
 """Tokenizer, weights and answers, through transformers."""
 
+import hashlib
+import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -15,14 +17,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file, extract_commit_hash
 from transformers.utils import logging as transformers_logging
 
 from . import attention as attentions
 from . import quantization
 from .attention import stock_attention
+from .cache import key_of
 from .chat import ChatTemplate
 from .errors import BadRow, InputError
 
+SAMPLES, SAMPLE_BYTES = 64, 2**14
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -96,6 +101,29 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path: {path} is no model that transformers knows ({_first_line(error)}).") from error
+
+
+def identity(path: str, *, revision: str | None, weights: bool) -> str:
+    """Hash that tells one model from another, wherever it lies: its configuration, and its weights where asked for.
+
+    Of a model of the hub, its commit. Of files of weights, their size and samples of their bytes, header included.
+    """
+    if not Path(path).is_dir():
+        return key_of(extract_commit_hash(cached_file(path, "config.json", revision=revision), None))
+    described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    for key in ("_name_or_path", "transformers_version"):
+        described.pop(key, None)
+    files = sorted(Path(path).glob("*.safetensors")) if weights else []
+    return key_of([described, [[file.name, _sampled(file)] for file in files]])
+
+
+def _sampled(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for place in range(SAMPLES):
+            opened.seek(size * place // SAMPLES)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return f"{size} {digest.hexdigest()}"
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:

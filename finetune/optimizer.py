@@ -1,10 +1,11 @@
 """Optimizers by name, over parameters in fp32 or in bf16."""
 
+import sys
 from typing import Any
 
 import torch
 
-from .rounding import local_shard, round_stochastically
+from .rounding import local_shard, round_stochastically, rounding_noise
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
@@ -69,6 +70,16 @@ def state_bytes(model: torch.nn.Module, name: str) -> int:
     return sum(shard.numel() * moments * (1 if name in EIGHT_BIT else shard.element_size()) for shard in held)
 
 
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """What an optimizer remembers of a parameter; empty before its first step."""
+    if "bitsandbytes" in sys.modules:  # it takes seconds to import
+        from .eight_bit import OnShards
+
+        if isinstance(optimizer, OnShards):
+            return optimizer.state_of(parameter)
+    return optimizer.state.get(parameter, {})
+
+
 class StochasticRoundingAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for bf16 weights that have no fp32 master.
 
@@ -76,24 +87,28 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
     nearest, which is what most updates of fine-tuning are. Rounding up or down with the probability that
     preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). So it is with the second moment, whose
     share of new information is 1/1000 a step. The arithmetic is fp32; weights and both moments are stored in the
-    parameter's dtype.
+    parameter's dtype. What decides is drawn anew in each step, from ``seed`` and the number of the step.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, seed: int = 0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": BETAS, "eps": EPSILON})
         self.seed = seed
-        self.random: torch.Generator | None = None  # made on the device that the first step finds
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not updated:
+            return
+        steps = max(self.state[parameter].get("step", 0) for parameter, _ in updated)
+        random = rounding_noise(self.seed, steps + 1, updated[0][0].device)
+        for parameter, group in updated:
+            self._update(parameter, parameter.grad, group, random)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], random: torch.Generator
+    ) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["step"] = 0
@@ -101,18 +116,16 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         weight, grad, first, second = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
-        if self.random is None:
-            self.random = torch.Generator(weight.device).manual_seed(self.seed)
         grad = grad.float()
         first32 = first.float().lerp_(grad, 1 - beta1)
         second32 = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        _store(first, first32, self.random)
-        _store(second, second32, self.random)
+        _store(first, first32, random)
+        _store(second, second32, random)
         step = state["step"]
         denominator = (second32 / (1 - beta2**step)).sqrt_().add_(group["eps"])
         updated = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
         updated.addcdiv_(first32, denominator, value=-group["lr"] / (1 - beta1**step))
-        _store(weight, updated, self.random)
+        _store(weight, updated, random)
 
 
 def _store(target: torch.Tensor, values: torch.Tensor, random: torch.Generator) -> None:

@@ -1,5 +1,6 @@
 """What a run leaves in its output folder: run.yaml, metrics.jsonl and final/."""
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -7,16 +8,17 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import adapter
+from .errors import RunStopped
 
 PACKAGES = (
     "torch",
@@ -32,15 +34,17 @@ PACKAGES = (
 RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl")
 
 
-def problems(folder: Path, overwrite: bool) -> list[str]:
+def problems(folder: Path, *, overwrite: bool, resumes: bool) -> list[str]:
     """Why a run may not write into this folder, as sentences. Creates and removes nothing."""
+    if overwrite and resumes:
+        return ["train.overwrite replaces a run and checkpoint.resume goes on with it; set one of them."]
     if folder.exists() and not folder.is_dir():
         return [f"train.output_dir: {folder} is a file; name a folder."]
-    held = [name for name in (*RECORDS, "final") if (folder / name).exists()]
-    if held and not overwrite:
+    held = [name for name in (*RECORDS, "checkpoints", "final") if (folder / name).exists()]
+    if held and not overwrite and not resumes:
         return [
-            f"train.output_dir: {folder} holds a run already ({', '.join(held)}); name another folder, or replace that "
-            "run with --train.overwrite true."
+            f"train.output_dir: {folder} holds a run already ({', '.join(held)}); go on with it with "
+            "--checkpoint.resume auto, replace it with --train.overwrite true, or name another folder."
         ]
     parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
@@ -55,6 +59,50 @@ def prepare_folder(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> int:
+    """Bring the records of a run to where it stood after a step: each step up to it stands in metrics.jsonl once.
+
+    Args:
+        metrics: lines that may not have been written yet when the step's checkpoint was.
+
+    Returns:
+        Lines that could not be read, as a machine that lost its power may leave them; they are dropped.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rejected.jsonl").unlink(missing_ok=True)  # told again by the reading of the data
+    path = folder / "metrics.jsonl"
+    written = path.read_bytes() if path.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1].splitlines()  # the last line of a killed run may be cut
+    lines: dict[int, str] = {}
+    unread = 0
+    for line in whole:
+        try:
+            lines[json.loads(line)["step"]] = line.decode()
+        except ValueError:
+            unread += 1
+    lines = {**{line["step"]: json.dumps(line) for line in metrics}, **lines}
+    temporary = folder / "metrics.jsonl.tmp"
+    kept = "".join(lines[known] + "\n" for known in sorted(lines) if known <= step)
+    temporary.write_text(kept, encoding="utf-8")
+    temporary.replace(path)
+    return unread
+
+
+def identity_of_run(folder: Path) -> dict[str, Any]:
+    """The id of the run in a folder, and the launcher that it was started by; empty where there is none."""
+    record = folder / "run.yaml"
+    run: dict[str, Any] = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {}
+    return {key: run[key] for key in ("id", "launcher") if key in run}
+
+
+def finished_steps(folder: Path) -> int:
+    """Optimizer steps of the run in this folder, if its own result lies in final/; else 0."""
+    record = folder / "final" / "run.yaml"
+    result: dict[str, Any] = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {}
+    own = "id" in result and result["id"] == identity_of_run(folder).get("id")
+    return int(result["steps"]) if own else 0
+
+
 def write_run(folder: Path, run: dict[str, Any]) -> None:
     """Write run.yaml: the old one or the new one is there at any instant, never half of one."""
     temporary = folder / "run.yaml.tmp"
@@ -62,18 +110,43 @@ def write_run(folder: Path, run: dict[str, Any]) -> None:
     temporary.replace(folder / "run.yaml")
 
 
-def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """Add one optimizer step to metrics.jsonl."""
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(metrics) + "\n")
+class Journal:
+    """A file of lines that grows with the run. While it cannot be written its lines wait, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+        self._told = False
+
+    def append(self, lines: Iterable[str]) -> list[str]:
+        """Add lines, after those that wait. No file is made without one.
+
+        Returns:
+            A sentence, when the file cannot be written and could be before.
+        """
+        self._waiting += lines
+        if not self._waiting:
+            return []
+        try:
+            _append("".join(line + "\n" for line in self._waiting).encode(), self.path)
+        except OSError as error:
+            reason = f"{self.path} cannot be written ({error.strerror or error}); its lines wait, and training goes on"
+            sentences, self._told = [] if self._told else [reason], True
+            return sentences
+        self._waiting, self._told = [], False
+        return []
 
 
-def append_rejected(folder: Path, lines: Iterable[str]) -> None:
-    """Add records that are not trained to rejected.jsonl, each a line of JSON; no file without a line."""
-    remaining = iter(lines)
-    for first in remaining:
-        with (folder / "rejected.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in chain([first], remaining))
+def _append(content: bytes, path: Path) -> None:
+    """Add all of it to a file, or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def environment() -> dict[str, Any]:
@@ -103,7 +176,8 @@ def _git_commit() -> str | None:
 
 def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     """The README.md of final/: what it was made from and how."""
-    loss = f"- loss of the last step: {metrics['loss']:.4f}\n"
+    of_last = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+    loss = f"- loss of the last step: {of_last}\n"
     if "eval_loss" in metrics:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
     is_adapter = run["config"]["adapter"]["type"] != "none"
@@ -146,7 +220,7 @@ def save_final(
         record: the run's, as in run.yaml: it goes with the result.
 
     Raises:
-        RunStopped: if what was written is not what was trained.
+        RunStopped: if what was written is not what was trained, or nothing could be written.
     """
     temporary = folder / "final.tmp"
     state = {}
@@ -154,15 +228,22 @@ def save_final(
         if card is not None:
             state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtype, copy=True)
     if card is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if adapter_alone:
-            adapter.save(temporary, model, state)
-        else:
-            model.config.dtype = dtype
-            model.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        write_run(temporary, record)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if adapter_alone:
+                adapter.save(temporary, model, state)
+            else:
+                model.save_pretrained(temporary, state_dict=state)
+                model.config.dtype = dtype  # save_pretrained has written that of the model in memory
+                model.config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            write_run(temporary, record)
+        except (OSError, SafetensorError) as error:
+            raise RunStopped(
+                f"{folder / 'final'} could not be written ({error}); make room, and go on from the newest "
+                "checkpoint with --checkpoint.resume auto."
+            ) from error
     if adapter_alone and card is not None:
         adapter.verify(temporary, model, shapes, working)
     elif adapter_alone:

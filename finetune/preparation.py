@@ -58,7 +58,7 @@ def prepare(
     Raises:
         InputError: if a source cannot be read, or the cache cannot be written.
     """
-    key = key_of([sources.identity(entries), _identity_of(tokenizer), vars(settings), _identity_of_code()])
+    key = key_of([sources.identity(entries), identity_of(tokenizer), vars(settings), _identity_of_code()])
     names = ", ".join(entry.path for entry in entries)
 
     def fill(work: Path) -> None:
@@ -74,7 +74,8 @@ def prepare(
     )
 
 
-def _identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What a tokenizer makes of text depends on, JSON-able."""
     backend = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     template = tokenizer.chat_template
     return [backend, template, tokenizer.special_tokens_map]

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -67,7 +67,7 @@ class Screen:
     def __enter__(self) -> "Screen":
         self.task = self.bar.add_task("", total=self.total_steps, figures="")
         self.bar.start()
-        self.seconds = 0.0
+        self.seconds, self.steps = 0.0, 0
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -80,21 +80,26 @@ class Screen:
     def step(self, metrics: dict[str, Any]) -> None:
         """Show one optimizer step, given as its line of metrics.jsonl."""
         step = metrics["step"]
-        self.seconds += metrics["step_seconds"]
-        figures = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        self.seconds, self.steps = self.seconds + metrics["step_seconds"], self.steps + 1
+        loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+        figures = f"loss {loss}  {metrics['tokens_per_second']:,.0f} tokens/s"
         self.bar.update(self.task, completed=step, figures=figures)
         if self.bar.disable and (step % self.every == 0 or step == self.total_steps):
-            left = self.seconds / step * (self.total_steps - step)
+            left = self.seconds / self.steps * (self.total_steps - step)
             norm = "overflow" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
             self.say(f"step {step}/{self.total_steps}  {figures}  grad norm {norm}  {left:.0f} s left")
+        if "not_finite" in metrics:
+            rows = metrics["rows"]
+            named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
+            self.say(f"step {step}: the {metrics['not_finite']} is not finite, so the step was left out; rows {named}")
         if "eval_loss" in metrics:
             self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
 
-    def answers(self, questions: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
-        """Show what the model answered before and after training."""
+    def answers(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        """Show what the model answered before and after training, by question."""
         table = Table(show_lines=True, width=min(80, self.console.width), title="Held-out answers")
         for column in ("prompt", "before", "after"):
             table.add_column(column, ratio=1, overflow="fold")
-        for row in zip(questions, before, after):
-            table.add_row(*(escape(text) for text in row))
+        for question, answer in after.items():
+            table.add_row(*(escape(text) for text in (question, before.get(question, "(was not asked)"), answer)))
         self.console.print(table)

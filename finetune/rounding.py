@@ -3,10 +3,17 @@
 import torch
 from torch.distributed.tensor import DTensor
 
+from .randomness import seed_of
+
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor that this process holds; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rounding_noise(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """What the weights of an optimizer step are rounded with: from seed and step alone, so that none need be saved."""
+    return torch.Generator(device).manual_seed(seed_of(seed, step))
 
 
 def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch.Tensor:

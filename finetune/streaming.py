@@ -21,7 +21,7 @@ from .errors import InputError, RunStopped
 from .packing import pack
 from .pipeline import Encoded, Settings, encoded, hash_of
 from .row_order import positions_in
-from .sources import Source
+from .sources import Source, extent
 
 WINDOW = 1000
 """Documents that are shuffled, and packed, among each other."""
@@ -65,10 +65,10 @@ class Stream:
             self.first_window = next(windows)  # so that what is wrong with the files is told before the run begins
         except RunStopped as error:
             raise InputError(str(error)) from error
-        tokens = [row.tokens.tolist() for row in self.first_window]
-        names = [[entry.path, entry.subset, entry.split, entry.weight] for entry in entries]
-        self.fingerprint = key_of([names, tokens])
-        """Hash of what is read, as far as it is known before: the names, and the tokens of the first window."""
+        rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
+        names = [[entry.path, entry.subset, entry.split, entry.weight, extent(entry)] for entry in entries]
+        self.fingerprint = key_of([names, vars(settings), rows])
+        """Hash of what is read, as far as it is known before: names, sizes, settings, and the first window."""
         self._places = self._shuffled(windows)
 
     @property

@@ -7,30 +7,47 @@ The strategy file decides how the work is spread, and never changes the result. 
 `python recipes/sft.py ...` runs on one process.
 """
 
+import json
 import math
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import gather_object
 
 from finetune import adapter as adapters
-from finetune import attention, batches, config, data, output, packing_support, quantization, sources, streaming
+from finetune import (
+    attention,
+    batches,
+    checkpoint,
+    config,
+    data,
+    evaluation,
+    output,
+    packing_support,
+    quantization,
+    sources,
+    streaming,
+)
 from finetune import model as models
 from finetune import strategy as strategies
+from finetune.cache import key_of
+from finetune.checkpoint import resuming
 from finetune.command_line import is_first_process, run
-from finetune.errors import InputError, refuse_if_any
+from finetune.errors import InputError, RunInterrupted, refuse_if_any
 from finetune.flops import training_flops_per_token
 from finetune.loss import token_loss_sum
 from finetune.metrics import Meter
 from finetune.optimizer import build_optimizer, state_bytes
 from finetune.pipeline import Settings
+from finetune.preparation import identity_of
 from finetune.progress import Preparing, Screen
-from finetune.row_order import EMPTY, batch_problems, micro_batches
+from finetune.randomness import seed_of
+from finetune.row_order import batch_problems, micro_batches
 from finetune.schedule import learning_rate
 
 
@@ -40,6 +57,7 @@ class Config(config.Section):
     adapter: config.Adapter = config.Adapter()
     data: config.Data
     train: config.Train
+    checkpoint: config.Checkpoint = config.Checkpoint()
     eval: config.Eval = config.Eval()
     log: config.Log = config.Log()
 
@@ -51,17 +69,26 @@ def main(cfg: Config) -> None:
     folder, offload_folder = Path(cfg.train.output_dir), Path(cfg.train.output_dir) / "nvme_offload"
     bits = None if cfg.quantization.bits == "none" else cfg.quantization.bits
     method = {"adapter": cfg.adapter.type, "optimizer": cfg.train.optimizer, "weights": cfg.train.weights}
+    resume, overwrite = cfg.checkpoint.resume, cfg.train.overwrite
+    launcher = strategies.launcher_of(strategy)
+    if strategies.was_restarted() and output.identity_of_run(folder).get("launcher") == launcher:
+        resume, overwrite = "auto", False  # the launcher goes on with what it has begun
     refuse_if_any(
         strategies.problems(strategy, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, cfg.train.micro_batch_size, strategy.world_size)
         + models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
         + sources.problems(data.named_sources(cfg.data.train) + data.named_sources(cfg.data.eval))
         + data.held_out_problems(data.named_sources(cfg.data.eval))
-        + output.problems(folder, cfg.train.overwrite)
+        + output.problems(folder, overwrite=overwrite, resumes=resuming.is_in(resume, folder))
         + question_problems(cfg.eval.prompts, cfg.data.eval)
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + unused_adapter_keys(cfg.adapter)
     )
+    resumes_from, _ = checkpoint.look_for(resume, folder)
+    same_run: dict[str, Any] = {"now": cfg.model_dump(), "precision": strategy.mixed_precision}
+    if resumes_from:
+        weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
+        refuse_if_any(resuming.config_problems(resumes_from, **same_run, weights_only=weights_only))
     source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
     model_config = models.load_config(cfg.model.path, **source)
     stored_dtype, stored_bits = models.stored_dtype(model_config), quantization.stored_bits(model_config)
@@ -97,207 +124,312 @@ def main(cfg: Config) -> None:
         cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
     )
     work, held_out = read_data(cfg, tokenizer, model_config.get_text_config())
-    asked = questions(cfg.eval.prompts, held_out, tokenizer)
+    asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer)
+    fingerprints = {
+        "train": work.fingerprint,
+        "eval": held_out.fingerprint if held_out else None,
+        "tokenizer": key_of(identity_of(tokenizer)),
+        "base": models.identity(cfg.model.path, revision=cfg.model.revision, weights=cfg.adapter.type != "none"),
+    }
+    if resume == "auto" and output.finished_steps(folder) == work.steps:
+        if is_first_process():
+            print(f"The run in {folder} is finished: its {work.steps:,} steps are done.")
+        return
     micro_batch_size = cfg.train.micro_batch_size
     accumulation = cfg.train.global_batch_size // (micro_batch_size * strategy.world_size)
     collate = partial(batches.collate, packed=cfg.data.packing)
 
-    # Start: from here on the processes work together.
-    accelerator = strategies.start(
-        strategy,
-        accumulation=accumulation,
-        micro_batch_size=micro_batch_size,
-        max_grad_norm=cfg.train.max_grad_norm,
-        optimizer=cfg.train.optimizer,
-        weights=cfg.train.weights,
-        largest_parameter=partial(models.largest_parameter, model_config, cfg.model.trust_remote_code),
-        offload_folder=offload_folder,
-    )
-    fingerprints = {"train": work.fingerprint, "eval": held_out.fingerprint if held_out else None}
-    if any(other != fingerprints for other in gather_object([fingerprints])):
-        raise InputError("The processes read different data; make the data files the same on every machine.")
-    record = {
-        "config": cfg.model_dump(),
-        "strategy": {"name": strategy.name, "processes": strategy.world_size, "precision": strategy.mixed_precision},
-        "data": fingerprints,
-        **output.environment(),
-    }
-    screen = Screen(shown=accelerator.is_main_process, total_steps=work.steps, every=cfg.log.every)
-    screen.say(strategies.describe(strategy))
-    for line in work.describe():
-        screen.say(line)
-    if held_out:
-        screen.say(data.describe(held_out, "held-out"))
-        if isinstance(work, batches.Batches) and (shared := data.shared_with(held_out, work.rows)):
-            screen.say(f"{shared:,} of the held-out rows are trained too, so the held-out loss says less than it seems")
+    with checkpoint.hold(folder) if is_first_process() else nullcontext():  # one run at a time works in a folder
+        if is_first_process():  # what the folder held may have changed while it was waited for
+            refuse_if_any(output.problems(folder, overwrite=overwrite, resumes=resuming.is_in(resume, folder)))
 
-    # Model and optimizer.
-    device = strategies.loading_device(accelerator, strategy, quantised_bytes)
-    if device != accelerator.device:
-        screen.say("Quantising on the CPU, for want of room on the GPU: up to a minute for each billion weights")
-    dtype = strategies.compute_dtype(strategy, cfg.train.weights)
-    with strategies.loading(
-        accelerator,
-        strategy,
-        whole=models.is_bare_config(cfg.model.path) or bool(quantised_bits),
-        by_every_process=trains_tied_weights,
-    ):
-        model: Any = models.load_model(
-            cfg.model.path,
-            model_config,
-            attention=attention_name,
-            dtype=dtype,
-            seed=cfg.train.seed,
-            bits=bits,
-            device=device,
-            **source,
+        # Start: from here on the processes work together.
+        accelerator = strategies.start(
+            strategy,
+            accumulation=accumulation,
+            micro_batch_size=micro_batch_size,
+            max_grad_norm=cfg.train.max_grad_norm,
+            optimizer=cfg.train.optimizer,
+            weights=cfg.train.weights,
+            largest_parameter=partial(models.largest_parameter, model_config, cfg.model.trust_remote_code),
+            offload_folder=offload_folder,
         )
-    if cfg.adapter.type != "none":
-        adapters.attach(
+        if any(other != fingerprints for other in gather_object([fingerprints])):
+            raise InputError("The processes read different data; make the data files the same on every machine.")
+        record = {
+            "config": cfg.model_dump(),
+            "strategy": {
+                "name": strategy.name,
+                "processes": strategy.world_size,
+                "precision": strategy.mixed_precision,
+            },
+            "data": fingerprints,
+            "chat_template": tokenizer.chat_template,
+            "steps": work.steps,
+            "launcher": launcher,
+            **output.environment(),
+        }
+        screen = Screen(shown=accelerator.is_main_process, total_steps=work.steps, every=cfg.log.every)
+        screen.say(strategies.describe(strategy))
+        for line in work.describe():
+            screen.say(line)
+        if held_out:
+            screen.say(data.describe(held_out, "held-out"))
+            if isinstance(work, batches.Batches) and (shared := data.shared_with(held_out, work.rows)):
+                screen.say(
+                    f"{shared:,} of the held-out rows are trained too, so the held-out loss says less than it seems"
+                )
+
+        # What it goes on from, looked for again: another run may have left it while this one waited for the folder.
+        resumes_from = checkpoint.chosen(resume, folder, strategy, say=screen.say)
+        refuse_if_any(resuming.step_problems(folder, resumes_from, work.steps) if resume != "none" else [])
+        if resumes_from:
+            weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
+            refuse_if_any(
+                resuming.config_problems(resumes_from, **same_run, weights_only=weights_only)
+                + resuming.input_problems(resumes_from, fingerprints)
+            )
+        goes_on = resumes_from is not None and checkpoint.is_own(resumes_from, folder)
+        record["id"] = gather_object([uuid4().hex])[0]
+        if resumes_from and goes_on:
+            record["id"] = resumes_from.contents["run"]["id"]
+
+        # Model and optimizer.
+        device = strategies.loading_device(accelerator, strategy, quantised_bytes)
+        if device != accelerator.device:
+            screen.say("Quantising on the CPU, for want of room on the GPU: up to a minute for each billion weights")
+        dtype = strategies.compute_dtype(strategy, cfg.train.weights)
+        with strategies.loading(
+            accelerator,
+            strategy,
+            whole=models.is_bare_config(cfg.model.path) or bool(quantised_bits),
+            by_every_process=trains_tied_weights,
+        ):
+            model: Any = models.load_model(
+                cfg.model.path,
+                model_config,
+                attention=attention_name,
+                dtype=dtype,
+                seed=cfg.train.seed,
+                bits=bits,
+                device=device,
+                **source,
+            )
+        if cfg.adapter.type != "none":
+            adapters.attach(
+                model,
+                kind=cfg.adapter.type,
+                rank=cfg.adapter.rank,
+                alpha=cfg.adapter.alpha,
+                rank_stabilized=cfg.adapter.rank_stabilized,
+                dropout=cfg.adapter.dropout,
+                targets=cfg.adapter.targets,
+                modules_to_save=cfg.adapter.modules_to_save,
+                base=cfg.model.path,
+                revision=cfg.model.revision,
+                dtype=dtype,
+                seed=cfg.train.seed,
+            )
+        trained_shapes = strategies.trained_shapes(model)
+        if resumes_from:
+            refuse_if_any(resuming.weight_problems(resumes_from, trained_shapes))
+        checkpoint_bytes = resuming.bytes_of(trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights)
+        saves = work.steps // cfg.checkpoint.every if cfg.checkpoint.every else 0
+        refuse_if_any(checkpoint.room_problems(folder, checkpoint_bytes, at_once=min(cfg.checkpoint.keep + 1, saves)))
+        if cfg.train.activation_checkpointing == "full":
+            models.recompute_activations(model)
+        optimizer = build_optimizer(
             model,
-            kind=cfg.adapter.type,
-            rank=cfg.adapter.rank,
-            alpha=cfg.adapter.alpha,
-            rank_stabilized=cfg.adapter.rank_stabilized,
-            dropout=cfg.adapter.dropout,
-            targets=cfg.adapter.targets,
-            modules_to_save=cfg.adapter.modules_to_save,
-            base=cfg.model.path,
-            revision=cfg.model.revision,
-            dtype=dtype,
-            seed=cfg.train.seed,
+            name=cfg.train.optimizer,
+            learning_rate=cfg.train.learning_rate,
+            weight_decay=cfg.train.weight_decay,
+            weights=cfg.train.weights,
+            fused=strategies.fuses(accelerator),
+            rounding_seed=cfg.train.seed * strategy.shards + strategy.shard,
         )
-    trained_shapes = strategies.trained_shapes(model)
-    if cfg.train.activation_checkpointing == "full":
-        models.recompute_activations(model)
-    optimizer = build_optimizer(
-        model,
-        name=cfg.train.optimizer,
-        learning_rate=cfg.train.learning_rate,
-        weight_decay=cfg.train.weight_decay,
-        weights=cfg.train.weights,
-        fused=strategies.fuses(accelerator),
-        rounding_seed=cfg.train.seed * strategy.shards + strategy.shard,
-    )
-    flops = training_flops_per_token(**models.shape(model), mean_row_length=work.mean_document_tokens)
-    model, optimizer = strategies.prepare(accelerator, strategy, model, optimizer, weights=cfg.train.weights)
-    sharding = strategies.sharding_of(strategy, model, optimizer)
-    record["strategy"]["sharding"] = sharding.record()
-    screen.say(f"{sum(map(math.prod, trained_shapes.values())):,} trained weights; {sharding.describe()}")
+        flops = training_flops_per_token(**models.shape(model), mean_row_length=work.mean_document_tokens)
+        model, optimizer = strategies.prepare(accelerator, strategy, model, optimizer, weights=cfg.train.weights)
+        sharding = strategies.sharding_of(strategy, model, optimizer)
+        record["strategy"]["sharding"] = sharding.record()
+        screen.say(f"{sum(map(math.prod, trained_shapes.values())):,} trained weights; {sharding.describe()}")
 
-    # The heaviest micro-batch of the run, once and for nothing: what does not fit fails now, not in hours.
-    model.train()
-    heaviest = work.heaviest()
-    with strategies.rehearsal(
-        accelerator,
-        model,
-        optimizer,
-        optimizer_bytes=state_bytes(model, cfg.train.optimizer),
-        what=batches.describe_batch(heaviest),
-        advice=advice_on_memory(cfg, strategy.world_size),
-    ) as backward_for_nothing:
-        next_tokens, inputs = collate(heaviest, accelerator.device)
-        backward_for_nothing(token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens))
+        # The heaviest micro-batch of the run, once and for nothing: what does not fit fails now, not in hours.
+        model.train()
+        heaviest = work.heaviest()
+        with strategies.rehearsal(
+            accelerator,
+            model,
+            optimizer,
+            optimizer_bytes=state_bytes(model, cfg.train.optimizer),
+            what=batches.describe_batch(heaviest),
+            advice=advice_on_memory(cfg, strategy.world_size),
+        ) as backward_for_nothing:
+            next_tokens, inputs = collate(heaviest, accelerator.device)
+            backward_for_nothing(token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens))
 
-    set_seed(cfg.train.seed, device_specific=True)  # dropout differs from process to process
-    if accelerator.is_main_process:  # all that could be refused has been: an earlier run may be replaced now
-        output.prepare_folder(folder)
-        output.write_run(folder, record)
-        own_files = None if isinstance(cfg.data.eval, float) else held_out
-        output.append_rejected(folder, chain(work.newly_rejected(), data.rejected_lines(own_files)))
-
-    if held_out:
-        loss_before = evaluate(accelerator, model, held_out, micro_batch_size, collate)
-        screen.say(f"held-out loss before training: {loss_before:.4f}")
-        record["eval_loss"] = {"before": loss_before}
-    answers_before = answers(accelerator, model, tokenizer, asked, cfg.eval.max_new_tokens)
-
-    # Training.
-    model.train()
-    meter = Meter(accelerator, flops_per_token=flops, peak_flops=strategies.peak_flops_of(accelerator))
-    with screen:
-        for step in range(1, work.steps + 1):
-            batch = work.step(step)
-            rate = learning_rate(
-                step,
-                total_steps=work.steps,
-                peak=cfg.train.learning_rate,
-                schedule=cfg.train.schedule,
-                warmup_ratio=cfg.train.warmup_ratio,
+        evaluate = partial(evaluation.evaluate, accelerator, model, micro_batch_size=micro_batch_size, collate=collate)
+        answers = partial(evaluation.answers, accelerator, model, tokenizer, asked, cfg.eval.max_new_tokens)
+        finished: list[dict[str, Any]] = []
+        with strategies.Interruption(strategy) as interruption, screen:
+            saver = checkpoint.Saver(
+                folder,
+                rank=strategy.rank,
+                world_size=strategy.world_size,
+                keep=cfg.checkpoint.keep,
+                gather=interruption.gather,
+                expected_bytes=checkpoint_bytes,
             )
-            for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
-                group["lr"] = rate
 
-            losses = []
-            for places in micro_batches(
-                batch.places,
-                rank=accelerator.process_index,
-                world_size=accelerator.num_processes,
-                micro_batch_size=micro_batch_size,
-            ):
-                next_tokens, inputs = collate([work.documents(place) for place in places], accelerator.device)
-                with accelerator.accumulate(model):
-                    loss = token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
-                    # backward averages over processes and micro-batches: undo both, divide once by the step's tokens,
-                    # those of all processes, which each knows from the rows
-                    accelerator.backward(loss * accelerator.num_processes * accumulation / batch.trained_tokens)
-                    if accelerator.sync_gradients:
-                        grad_norm = strategies.clip_grad_norm(accelerator, model, cfg.train.max_grad_norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.detach())
+            def last_checkpoint() -> str:
+                saver.finish()
+                newest = checkpoint.describe_newest(folder)
+                interruption.expect_the_end()
+                return newest
 
-            finished = meter.update(
-                step=step,
-                rows=batch.sources,
-                losses=torch.stack(losses),
-                tokens=batch.trained_tokens,
-                row_tokens=batch.tokens,
-                total_tokens=batch.total_tokens,
-                grad_norm=grad_norm,
-                learning_rate=rate,
-                skipped=accelerator.optimizer_step_was_skipped,
-            )
-            if step == work.steps or (cfg.eval.every and step % cfg.eval.every == 0):
-                finished += meter.flush()
-                if held_out:
-                    finished[-1]["eval_loss"] = evaluate(accelerator, model, held_out, micro_batch_size, collate)
-                    meter.restart_clock()
-            rejected = work.newly_rejected()
+            # All that could be refused has been: an earlier run may be replaced now, or gone on with.
+            progress: dict[str, Any] = {"step": 0, "metrics": [], "counters": None, "answers": {}, "eval_loss": None}
+            if resumes_from:
+                checkpoint.restore(resumes_from, strategy, accelerator, model, optimizer, weights_only=weights_only)
+                progress = resumes_from.contents["progress"]
+                for line in resuming.describe(resumes_from, **same_run, weights_only=weights_only):
+                    screen.say(line)
+            metrics_file = output.Journal(folder / "metrics.jsonl")
+            rejected_file = output.Journal(folder / "rejected.jsonl")
             if accelerator.is_main_process:
-                output.append_rejected(folder, rejected)
-            for metrics in finished:
-                if accelerator.is_main_process:
-                    output.append_metrics(folder, metrics)
-                screen.step(metrics)
+                for line in resuming.prepare_folder(folder, resumes_from if goes_on else None, overwrite=overwrite):
+                    screen.say(line)
+                output.write_run(folder, record)
+                own_files = None if isinstance(cfg.data.eval, float) else held_out
+                rejected_file.append(chain(work.newly_rejected(), data.rejected_lines(own_files)))
+            if not resumes_from:
+                if held_out:
+                    progress["eval_loss"] = evaluate(held_out)
+                    screen.say(f"held-out loss before training: {progress['eval_loss']:.4f}")
+                progress["answers"] = answers()
 
-    # Result.
-    answers_after = answers(accelerator, model, tokenizer, asked, cfg.eval.max_new_tokens)
-    with strategies.one_writes():
-        output.save_final(
-            folder,
-            accelerator.unwrap_model(model),
-            tokenizer,
-            strategies.full_parameters(accelerator, model),
-            strategies.working_parameters(accelerator, model),
-            adapter_alone=cfg.adapter.type != "none",
-            shapes=trained_shapes,
-            dtype=stored_dtype,
-            card=output.model_card(cfg.model.path, record, metrics) if accelerator.is_main_process else None,
-            record=record,
-        )
-    if held_out:
-        record["eval_loss"]["after"] = metrics["eval_loss"]
-        screen.say(f"held-out loss: {loss_before:.4f} before, {metrics['eval_loss']:.4f} after training")
-    if accelerator.is_main_process:
-        output.write_run(folder, record)
-    if asked:
-        screen.answers([question for question, _ in asked], answers_before, answers_after)
-    if cfg.adapter.type == "none":
-        screen.say(f"The fine-tuned model lies in {folder / 'final'}")
-    else:
-        screen.say(f"The adapter lies in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR")
-    strategies.finish(accelerator, strategy, offload_folder)
+            # Training.
+            model.train()
+            meter = Meter(
+                accelerator,
+                flops_per_token=flops,
+                peak_flops=strategies.peak_flops_of(accelerator),
+                max_bad_steps=cfg.train.max_bad_steps,
+                last_checkpoint=last_checkpoint,
+                counters=progress["counters"],
+            )
+            for step in range(progress["step"] + 1, work.steps + 1):
+                torch.manual_seed(seed_of(cfg.train.seed, step, strategy.rank))  # dropout, differently on each process
+                batch = work.step(step)
+                rate = learning_rate(
+                    step,
+                    total_steps=work.steps,
+                    peak=cfg.train.learning_rate,
+                    schedule=cfg.train.schedule,
+                    warmup_ratio=cfg.train.warmup_ratio,
+                )
+                for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
+                    group["lr"] = rate
+
+                losses = []
+                for places in micro_batches(
+                    batch.places,
+                    rank=accelerator.process_index,
+                    world_size=accelerator.num_processes,
+                    micro_batch_size=micro_batch_size,
+                ):
+                    next_tokens, inputs = collate([work.documents(place) for place in places], accelerator.device)
+                    with accelerator.accumulate(model):
+                        loss = token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
+                        # backward averages over processes and micro-batches: undo both, divide once by the step's
+                        # tokens, those of all processes, which each knows from the rows
+                        share = accelerator.num_processes * accumulation / batch.trained_tokens
+                        accelerator.backward(strategies.scaled(loss, share))
+                        if accelerator.sync_gradients:
+                            grad_norm = strategies.step_if_finite(
+                                accelerator, model, optimizer, cfg.train.max_grad_norm
+                            )
+                    losses.append(loss.detach())
+
+                finished = meter.update(
+                    step=step,
+                    rows=batch.sources,
+                    losses=torch.stack(losses),
+                    tokens=batch.trained_tokens,
+                    row_tokens=batch.tokens,
+                    total_tokens=batch.total_tokens,
+                    grad_norm=grad_norm,
+                    learning_rate=rate,
+                    skipped=accelerator.optimizer_step_was_skipped,
+                )
+                asked_to_end, save_failed = interruption.agree(interruption.asked, saver.failed)
+                evaluates = not asked_to_end and (step == work.steps or is_due(step, cfg.eval.every))
+                saves_now = asked_to_end or is_due(step, cfg.checkpoint.every)
+                if evaluates or saves_now:
+                    finished += meter.flush()
+                if evaluates and held_out:
+                    finished[-1]["eval_loss"] = evaluate(held_out)
+                    meter.restart_clock()
+                if save_failed:
+                    saver.give_up()
+                if saves_now:
+                    progress |= {"step": step, "metrics": finished, "counters": meter.counters}
+                    stalled = checkpoint.save(
+                        saver, strategy, accelerator, model, optimizer, run=record, progress=progress
+                    )
+                    finished[-1]["save_stall_seconds"] = stalled
+                    meter.restart_clock()
+                rejected = work.newly_rejected()
+                for metrics in finished:
+                    screen.step(metrics)
+                if accelerator.is_main_process:
+                    for problem in metrics_file.append(map(json.dumps, finished)) + rejected_file.append(rejected):
+                        screen.say(problem)
+                ending = last_checkpoint() if asked_to_end else ""
+                for problem in saver.problems():
+                    screen.say(problem)
+                if asked_to_end:
+                    raise RunInterrupted(
+                        f"{strategies.name_of(asked_to_end)} ended the run after step {step} of {work.steps}; {ending}."
+                    )
+            saver.finish()
+            for problem in saver.problems():
+                screen.say(problem)
+
+            # Result.
+            metrics = finished[-1] if finished else progress["metrics"][-1]
+            if held_out:
+                record["eval_loss"] = {
+                    "before": progress["eval_loss"],
+                    "after": metrics.get("eval_loss") or evaluate(held_out),
+                }
+            answers_after = answers()
+            with strategies.one_writes():
+                output.save_final(
+                    folder,
+                    accelerator.unwrap_model(model),
+                    tokenizer,
+                    strategies.full_parameters(accelerator, model),
+                    strategies.working_parameters(accelerator, model),
+                    adapter_alone=cfg.adapter.type != "none",
+                    shapes=trained_shapes,
+                    dtype=stored_dtype,
+                    card=output.model_card(cfg.model.path, record, metrics) if accelerator.is_main_process else None,
+                    record=record,
+                )
+        if held_out:
+            before, after = record["eval_loss"].values()
+            screen.say(f"held-out loss: {before:.4f} before, {after:.4f} after training")
+        if accelerator.is_main_process:
+            output.write_run(folder, record)
+        if asked:
+            screen.answers(progress["answers"], answers_after)
+        if cfg.adapter.type == "none":
+            screen.say(f"The fine-tuned model lies in {folder / 'final'}")
+        else:
+            screen.say(
+                f"The adapter lies in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR"
+            )
+        strategies.finish(accelerator, strategy, offload_folder)
 
 
 def read_data(
@@ -338,62 +470,9 @@ def read_data(
     ), held
 
 
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, model: torch.nn.Module, held_out: data.Rows, micro_batch_size: int, collate: Callable
-) -> float:
-    """Loss per trained token over the held-out rows, in nats."""
-    model.eval()
-    at_once = micro_batch_size * accelerator.num_processes
-    order = held_out.lengths.argsort(kind="stable").tolist()  # rows of like length: little padding
-    order += [EMPTY] * (-len(order) % at_once)
-    loss_sum = torch.zeros((), device=accelerator.device)
-    for places in micro_batches(
-        order,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        micro_batch_size=micro_batch_size,
-    ):
-        next_tokens, inputs = collate([[held_out[i]] if i != EMPTY else [] for i in places], accelerator.device)
-        loss_sum += token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
-    model.train()
-    return accelerator.reduce(loss_sum, "sum").item() / int(held_out.trained_tokens.sum())
-
-
-def answers(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    tokenizer: models.PreTrainedTokenizerBase,
-    asked: list[tuple[str, list[int]]],
-    max_new_tokens: int,
-) -> list[str]:
-    """Greedy answers; every process answers all of them, since layers may be sharded over the processes."""
-    model.eval()
-    bare = accelerator.unwrap_model(model)
-    texts = [
-        models.answer(bare, tokenizer, prompt, max_new_tokens=max_new_tokens, device=accelerator.device)
-        for _, prompt in asked
-    ]
-    model.train()
-    return texts
-
-
-def questions(
-    prompts: int | list[str], held_out: data.Rows | None, tokenizer: models.PreTrainedTokenizerBase
-) -> list[tuple[str, list[int]]]:
-    """What to answer, in words and in tokens: given texts, or the first held-out rows up to their last answer."""
-    if isinstance(prompts, list):
-        return [(text, models.prompt_tokens(tokenizer, text)) for text in prompts]
-    if not prompts or held_out is None:
-        return []
-    rows = list(islice((row for row in held_out if row.prompt_tokens), prompts))
-    if not rows:
-        raise InputError(
-            "eval.prompts asks for answers to held-out questions, but no held-out row has an answer that can be told "
-            "from its question (plain texts, or data.train_on all); give the questions as a list of texts, or set it "
-            "to 0."
-        )
-    return [(row.question, row.tokens[: row.prompt_tokens].tolist()) for row in rows]
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; never, for 0."""
+    return every > 0 and step % every == 0
 
 
 def unused_adapter_keys(adapter: config.Adapter) -> list[str]:

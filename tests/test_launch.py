@@ -103,6 +103,7 @@ def test_launches_on_read_weights_train_and_save_what_one_process_does(strategy:
     assert found[-1]["eval_loss"] == pytest.approx(reference[-1]["eval_loss"], abs=1e-5)
     expected = load_file(runs["single"][1] / "final" / "model.safetensors")
     saved = load_file(runs[strategy][1] / "final" / "model.safetensors")
+    assert AutoConfig.from_pretrained(runs[strategy][1] / "final").dtype == torch.bfloat16
     assert saved.keys() == expected.keys()
     assert len(saved) > 10
     for name, tensor in expected.items():

@@ -78,10 +78,10 @@ def imports(path: Path) -> set[str]:
 
 # from the lowest; a module imports from its own line and from those above it
 LAYERS_FROM_THE_LOWEST = """
-loss schedule row_order flops errors config rounding packing
+loss schedule row_order flops errors config randomness rounding packing
 sources formats messages rendering chat encoding pipeline cache preparation rows batches data streaming \
 model attention packing_support optimizer eight_bit adapter quantization
-strategy metrics output progress
+strategy evaluation metrics output progress checkpoint
 command_line cli demo_model merge adapted_model adapter_source comparison data_report
 """
 LAYERS = [set(line.split()) for line in LAYERS_FROM_THE_LOWEST.strip().splitlines()]

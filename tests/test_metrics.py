@@ -8,7 +8,7 @@ from finetune.metrics import Meter
 
 
 def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():
-    meter = Meter(Accelerator(cpu=True), flops_per_token=1e6, peak_flops=1e9)
+    meter = Meter(Accelerator(cpu=True), flops_per_token=1e6, peak_flops=1e9, max_bad_steps=5, last_checkpoint=str)
     (metrics,) = meter.update(
         step=1,
         rows=lambda: ["a:1"],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_parameter_names
 
-from finetune.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically
+from finetune.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically, state_of
 
 
 def build(model, **changes):
@@ -54,6 +54,33 @@ def test_stochastic_adamw_equals_torch_adamw_on_fp32_weights():
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_rounding_depends_on_seed_and_step_alone(name: str):
+    """So that a run that is taken up again goes on to the bit, without a generator's state."""
+
+    def after(steps: int, *, seed: int = 0, others: int = 0) -> torch.Tensor:
+        """Weights after the step that follows ``steps``, from the same weights and no moments."""
+        layer = torch.nn.Linear(256, 8, bias=False, dtype=torch.bfloat16)
+        optimizer = build(layer, name=name, weights="bf16", rounding_seed=seed)
+        for number in [1] * others + [steps]:
+            torch.nn.init.ones_(layer.weight)
+            layer.weight.grad = torch.zeros_like(layer.weight)
+            optimizer.step()  # makes state
+            torch.nn.init.ones_(layer.weight)
+            layer.weight.grad = torch.full_like(layer.weight, 1e-3)
+            state = state_of(optimizer, layer.weight)
+            state["step"] = number
+            for key in state.keys() - {"step", "qmap1", "qmap2"}:
+                state[key].zero_()
+            optimizer.step()
+        return layer.weight.detach()
+
+    assert torch.equal(after(5), after(5, others=3))
+    assert not torch.equal(after(5), after(6))
+    assert not torch.equal(after(5), after(5, seed=1))
+    assert not torch.equal(after(5, seed=1), after(6))  # the sum of seed and step is no seed
 
 
 def test_stochastic_rounding_keeps_the_expectation_and_rounds_to_neighbours_only():

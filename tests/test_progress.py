@@ -31,5 +31,5 @@ def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]):
     with Screen(shown=False, total_steps=1, every=1) as screen:
         screen.say("hello")
         screen.step(METRICS | {"step": 1})
-        screen.answers(["q"], ["a"], ["b"])
+        screen.answers({"q": "a"}, {"q": "b"})
     assert capsys.readouterr().out == ""

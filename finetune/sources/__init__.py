@@ -3,8 +3,8 @@
 ``names`` finds what a name stands for, ``reading`` gives its records, the other modules know one kind of file each.
 """
 
-from .names import Source, identity, problems
+from .names import Source, extent, identity, problems
 from .reading import read
 from .record import Record, Rejected
 
-__all__ = ["Record", "Rejected", "Source", "identity", "problems", "read"]
+__all__ = ["Record", "Rejected", "Source", "extent", "identity", "problems", "read"]

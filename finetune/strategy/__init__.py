@@ -3,8 +3,10 @@
 ``request`` (what the launch asks for, and whether it can work), ``compatibility`` (what goes with what), ``setup``
 (process group, Accelerator, preparation, end), ``loading`` (where weights are read to, and by whom), ``active`` (what
 is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass
-that leaves no trace), ``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file,
-for notebooks and tests).
+that leaves no trace), ``stretches`` (which elements of a parameter a process holds, and where), ``state`` (weights and
+optimizer state as such stretches, which a checkpoint holds), ``loss_scale`` (of fp16, to go on with), ``step``
+(which nothing reaches that is not finite), ``interruption`` (signals and lost processes), ``deepspeed_ops`` (its C++
+parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
 
 The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
 of it is read here, checked, brought to one numerical policy, and proven active after preparation.
@@ -28,7 +30,6 @@ On a machine without a GPU the same classes run on CPU over gloo, as a rehearsal
 
 from .active import (
     active_name,
-    clip_grad_norm,
     full_parameters,
     fuses,
     peak_flops_of,
@@ -36,34 +37,61 @@ from .active import (
     working_parameters,
 )
 from .deepspeed_ops import prepare_import
+from .interruption import Interruption, name_of
 from .loading import loading, loading_device
+from .loss_scale import loss_scale, restore_loss_scale
 from .rehearsal import rehearsal
-from .request import Strategy, asked_for, compute_dtype, describe, native_precision, problems
-from .setup import finish, leave, one_writes, prepare, start
+from .request import (
+    Strategy,
+    asked_for,
+    compute_dtype,
+    describe,
+    launcher_of,
+    native_precision,
+    problems,
+    was_restarted,
+)
+from .setup import finish, leave, one_writes, patiently, prepare, start
 from .sharding import sharding_of
+from .state import Piece, make_optimizer_state, optimizer_steps, pieces, set_optimizer_steps, settle
+from .step import scaled, step_if_finite
 
 __all__ = [
+    "Interruption",
+    "Piece",
     "Strategy",
     "active_name",
     "asked_for",
-    "clip_grad_norm",
     "compute_dtype",
     "describe",
     "finish",
     "full_parameters",
     "fuses",
+    "launcher_of",
     "leave",
     "loading",
     "loading_device",
+    "loss_scale",
+    "make_optimizer_state",
+    "name_of",
     "native_precision",
     "one_writes",
+    "optimizer_steps",
+    "patiently",
     "peak_flops_of",
+    "pieces",
     "prepare",
     "prepare_import",
     "problems",
     "rehearsal",
+    "restore_loss_scale",
+    "scaled",
+    "set_optimizer_steps",
+    "settle",
     "sharding_of",
     "start",
+    "step_if_finite",
     "trained_shapes",
+    "was_restarted",
     "working_parameters",
 ]

@@ -1,6 +1,5 @@
-"""What is really active, read off the prepared model; and the two things that depend on it: norms and whole weights."""
+"""What is really active, read off the prepared model; and whole weights."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -50,15 +49,6 @@ def active_name(model: torch.nn.Module) -> str:
         suffix = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
         return f"zero{engine.zero_optimization_stage()}{suffix}"
     return "single"
-
-
-def clip_grad_norm(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> torch.Tensor | float:
-    """Clip the accumulated gradients to a global norm (0: do not), and return the norm before clipping.
-
-    DeepSpeed has stepped inside ``backward`` by then, clipped as ``start`` told it to; it reports its norm.
-    """
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def fuses(accelerator: Accelerator) -> bool:

@@ -1,8 +1,10 @@
 """What a launch asks for, read off the environment that ``accelerate launch`` makes, and whether it can work here."""
 
 import os
-from dataclasses import dataclass
+import platform
+from dataclasses import dataclass, field
 
+import psutil
 import torch
 
 from ..errors import InputError
@@ -26,6 +28,8 @@ class Strategy:
     """``no``, ``bf16`` or ``fp16``: the precision of computation."""
     rehearsal: bool
     """No accelerator on this machine: the same classes run on CPU."""
+    parent: int = field(default_factory=os.getppid, compare=False)
+    """The process that started this one, when the launch was read off."""
 
     @property
     def shards(self) -> int:
@@ -92,6 +96,20 @@ def native_precision() -> str:
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+
+
+def launcher_of(strategy: Strategy) -> str:
+    """Which launcher's process this is: the same after it has restarted its processes, and of no other launch."""
+    try:
+        began = psutil.Process(strategy.parent).create_time()
+    except psutil.NoSuchProcess:
+        began = 0.0
+    return f"{platform.node()} {strategy.parent} {began}"
+
+
+def was_restarted() -> bool:
+    """Whether the launcher has started this process in place of one that died (``--max_restarts``)."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def describe(strategy: Strategy) -> str:

@@ -67,6 +67,7 @@ def start(
         # Accelerate 1.15 slices its mesh in a way that later versions of PyTorch will not allow
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh", category=UserWarning)
     _forget_earlier_runs()
+    _join_apart_from_earlier_attempts(strategy)
     # counted before ZeRO-3 is known to transformers, which would partition the model that is counted
     buffer_elements = largest_parameter() if strategy.name.endswith("_nvme") else 0
     if strategy.rehearsal and (strategy.is_fsdp or strategy.is_deepspeed):
@@ -95,6 +96,26 @@ def start(
 
 def _offloads(strategy: Strategy) -> bool:
     return strategy.name.endswith(("_offload", "_nvme"))
+
+
+def _join_apart_from_earlier_attempts(strategy: Strategy) -> None:
+    """Join the process group of a launch that was restarted under names of its own.
+
+    A launcher that restarts its processes (``--max_restarts``) keeps the store in which they find one another, where
+    the addresses of the dead ones still stand (pytorch/pytorch#135712, seen in PyTorch 2.13).
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(strategy.world_size)  # others count their own attempts
+    if attempt == "0" or not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, strategy.world_size, is_master=False)
+    dist.init_process_group(
+        "gloo" if strategy.rehearsal else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+    )
 
 
 def _join_over_gloo(strategy: Strategy) -> None:
@@ -191,6 +212,23 @@ def one_writes() -> Iterator[None]:
     yield
     if group is not None:
         dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def patiently() -> Iterator[Callable[[str], list[str]]]:
+    """A function that gives the text of each process to all, however long one of them takes; collective."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
+
+    def gather(text: str) -> list[str]:
+        if group is None:
+            return [text]
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    yield gather
+    if group is not None:
         dist.destroy_process_group(group)
 
 

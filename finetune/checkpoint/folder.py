@@ -1,0 +1,165 @@
+"""Where checkpoints lie, and how they appear and disappear: each is complete or absent at any instant.
+
+``OUTPUT_DIR/checkpoints/step-00000100`` is a checkpoint. A name that ends in ``.tmp`` is one in the making, or one that
+is being removed; the next checkpoint clears such names away. One run at a time works in a folder (``hold``).
+"""
+
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ..errors import InputError
+from . import manifest
+
+STEP = re.compile(r"step-([0-9]{8,})")
+PATIENCE_SECONDS = 10.0
+"""How long a run that was asked to end may still take to leave its folder to the next one."""
+UNFINISHED = re.compile(r"step-[0-9]{8,}(\.removed)?\.tmp")
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run / "checkpoints"
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def temporary_of(final: Path) -> Path:
+    """Where a checkpoint is written before it takes its place."""
+    return final.with_name(final.name + ".tmp")
+
+
+def in_place(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint here, the newest first; links are none."""
+    found = {}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = STEP.fullmatch(entry.name)
+        if match and entry.name == name_of(int(match[1])) and entry.is_dir() and not entry.is_symlink():
+            found[int(match[1])] = entry
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What is in the making or being removed, or was when its run was killed."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(e for e in entries if UNFINISHED.fullmatch(e.name) and e.is_dir() and not e.is_symlink())
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint has its manifest and all files with their sizes."""
+    try:
+        manifest.read(path)
+    except InputError:
+        return False
+    return True
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Have a complete checkpoint take its name, in place of an earlier one of the same step.
+
+    Killed between the two renames, it is put in place by the next run's ``hold``.
+    """
+    flush(temporary)
+    earlier = _set_aside(final) if final.exists() else None
+    temporary.rename(final)
+    flush(final.parent)
+    if earlier:
+        shutil.rmtree(earlier)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; it has lost its name before the first of its files is gone."""
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    doomed = path.with_name(path.name + ".removed.tmp")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    return doomed
+
+
+def remove_older(folder: Path, keep: int) -> None:
+    """Remove complete checkpoints beyond the newest ``keep``; what is not complete is left for a person to see."""
+    for path in [p for p in in_place(folder) if is_complete(p)][keep:]:
+        remove(path)
+
+
+def leave_behind(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after a step from which a run goes on: they are not resumed from, nor counted, any more.
+
+    Returns:
+        Where they lie now, for a person to remove.
+    """
+    moved = []
+    for path in in_place(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            numbers = itertools.count(1)
+            names = (path.with_name(f"{path.name}.left-behind-{number}") for number in numbers)
+            moved.append(path.rename(next(name for name in names if not name.exists())))
+    return moved
+
+
+def remove_all(run: Path) -> None:
+    """Remove the checkpoints of a run that is replaced."""
+    for path in (*in_place(checkpoints_of(run)), *unfinished(checkpoints_of(run))):
+        shutil.rmtree(path)
+
+
+def clear(folder: Path) -> None:
+    """Remove what killed or failed runs have left half made or half removed."""
+    for path in unfinished(folder):
+        shutil.rmtree(path)
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written, so that a rename never stands for less than all of it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Keep other runs out of an output folder; the first process does it for all, as long as the run takes.
+
+    The kernel frees the folder when the process is killed. A checkpoint that was complete then, but had not yet taken
+    its place, takes it now.
+
+    Args:
+        patience_seconds: to wait for the run that holds it.
+
+    Raises:
+        InputError: if another run holds the folder, or it cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run / ".lock")
+        lock.acquire(timeout=patience_seconds)
+    except Timeout as error:
+        raise InputError(
+            f"train.output_dir: another run is at work in {run}; wait until it has ended, or name another folder."
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"train.output_dir: {run} cannot be written to ({error.strerror or error}); name another folder."
+        ) from error
+    try:
+        for temporary in unfinished(checkpoints_of(run)):
+            final = temporary.with_suffix("")
+            if STEP.fullmatch(final.name) and not final.exists() and is_complete(temporary):
+                put_in_place(temporary, final)
+        yield
+    finally:
+        lock.release()

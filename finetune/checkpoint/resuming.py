@@ -1,0 +1,187 @@
+"""Whether a checkpoint and a configuration belong to one run: what must agree, and what may have changed."""
+
+import importlib.metadata
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import output
+from .folder import checkpoints_of, leave_behind, remove_all
+from .reader import Checkpoint
+
+SAME_RUN = {
+    "train.seed": "the rows would come in another order",
+    "train.global_batch_size": "its steps hold other rows",
+    "train.weights": "its weights were kept in another precision",
+    "data.packing": "its steps hold other rows",
+    "data.streaming": "its steps hold other rows",
+    "adapter.type": "other weights were trained",
+    "adapter.rank": "its matrices have another shape",
+    "adapter.alpha": "its adapter would be scaled otherwise",
+    "adapter.rank_stabilized": "its adapter would be scaled otherwise",
+    "adapter.targets": "other weights were trained",
+    "adapter.modules_to_save": "other weights were trained",
+    "quantization.bits": "it was trained on other frozen weights",
+}
+"""Keys that make another run of it, and why."""
+SAME_OPTIMIZER = ("train.optimizer",)
+NEVER_TOLD = (
+    "train.output_dir",
+    "train.overwrite",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.resume",
+    "log.every",
+    "data.train",
+    "data.eval",
+    "model.path",
+)
+"""Keys whose change says nothing: inputs are known by their fingerprints."""
+ANEW = "begin a run of its own from the model that `finetune checkpoint export` makes of it."
+INPUTS = {
+    "train": "data.train: the training rows",
+    "eval": "data.eval: the held-out rows",
+    "tokenizer": "the tokenizer or its chat template",
+    "base": "model.path: the model",
+}
+
+
+def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, weights_only: bool) -> list[str]:
+    """Why a run with this configuration cannot go on from a checkpoint, as sentences.
+
+    Args:
+        now: sections of the configuration.
+        precision: of the launch.
+        weights_only: the optimizer is started anew.
+    """
+    before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
+    changed = {
+        key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after[key]!r} now"
+        for key in (*SAME_RUN, *SAME_OPTIMIZER)
+        if before.get(key) != after[key]
+    }
+    found = [f"{changed[key]}: {why}; set it back, or {ANEW}" for key, why in SAME_RUN.items() if key in changed]
+    rounded = checkpoint.contents["run"]["strategy"]["precision"]
+    if rounded != precision and now["adapter"]["type"] != "none":
+        found.append(
+            f"{checkpoint.path} was trained with mixed precision {rounded}, which rounds the frozen weights that its "
+            f"adapter was trained on, and this launch asks for {precision}; launch with --mixed_precision {rounded}."
+        )
+    if not weights_only:
+        found += [
+            f"{changed[key]}, to which its state cannot be carried over; set it back, or start the optimizer anew with "
+            "--checkpoint.resume_weights_only true."
+            for key in SAME_OPTIMIZER
+            if key in changed
+        ]
+    return found
+
+
+def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> list[str]:
+    """The inputs (of ``INPUTS``) whose fingerprint is another than in the checkpoint, as sentences."""
+    saved, packages = checkpoint.contents["run"]["data"], checkpoint.contents["run"]["packages"]
+    others = [
+        f"{name} {packages[name]}"
+        for name in ("transformers", "tokenizers")
+        if packages.get(name) != importlib.metadata.version(name)
+    ]
+    hint = f" (it was written with {' and '.join(others)}, which may be why)" if others else ""
+    return [
+        f"{what} changed since {checkpoint.path} was written{hint}, so the run would not go on as it began; bring back "
+        f"what was there, or {ANEW}"
+        for key, what in INPUTS.items()
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def weight_problems(checkpoint: Checkpoint, trained: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Why the weights of a checkpoint are not those that this run trains, as sentences. Name and shape of each."""
+    saved = {
+        name.removeprefix("weights/"): tuple(tensor.shape)
+        for name, tensor in checkpoint.manifest.tensors.items()
+        if name.startswith("weights/")
+    }
+    name = checkpoint.path
+    missing = [key for key in trained if key not in saved]
+    others = [key for key in saved if key not in trained]
+    do = "resume with the adapter and the model that it was made with."
+    found = [f"{name} has no {_some(missing)}, which this run trains; {do}"] if missing else []
+    found += [f"{name} holds {_some(others)}, which this run does not train; {do}"] if others else []
+    found += [
+        f"{name} holds {key} with the shape {saved[key]}, and this run trains it with {tuple(shape)}; {do}"
+        for key, shape in trained.items()
+        if key in saved and saved[key] != tuple(shape)
+    ]
+    return found[:5]
+
+
+def step_problems(folder: Path, checkpoint: Checkpoint | None, steps: int) -> list[str]:
+    """Why a run of so many steps cannot go on: it has begun later, or ended without a checkpoint to go on from."""
+    if checkpoint and checkpoint.step > steps:
+        return [f"{checkpoint.path} is after step {checkpoint.step}, but the run has {steps} steps; set train.steps."]
+    if checkpoint is None and (finished := output.finished_steps(folder)) not in (0, steps):
+        return [
+            f"{folder} holds a finished run of {finished} steps and no checkpoint to go on from; name another folder, "
+            "or replace that run with --train.overwrite true and --checkpoint.resume none."
+        ]
+    return []
+
+
+def restarts_optimizer(checkpoint: Checkpoint, weights_only: bool) -> bool:
+    """Whether the optimizer is started anew: if that is asked for, and the run did not do so before this checkpoint."""
+    return weights_only and not checkpoint.contents["run"]["config"]["checkpoint"]["resume_weights_only"]
+
+
+def describe(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, weights_only: bool) -> list[str]:
+    """Lines for the run's output: where it goes on, and what is configured otherwise than before."""
+    before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
+    lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
+    if weights_only:
+        lines.append("the optimizer starts anew, as checkpoint.resume_weights_only asks")
+    if (rounded := checkpoint.contents["run"]["strategy"]["precision"]) != precision:
+        lines.append(f"changed since then: mixed precision {rounded} -> {precision}")
+    return lines + [
+        f"changed since then: {key} {before.get(key)} -> {value}"
+        for key, value in after.items()
+        if before.get(key) != value and key not in NEVER_TOLD
+    ]
+
+
+def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:
+    """Bytes of a checkpoint's tensors, near enough: each trained weight, and the optimizer's state for it."""
+    weight = 2 if weights == "bf16" else 4
+    state = {"adamw": 2 * weight, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(optimizer, 0)
+    return sum(map(math.prod, shapes.values())) * (weight + state)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _flat(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, values in sections.items():
+        for key, value in values.items():
+            yield f"{section}.{key}", value
+
+
+def is_in(resume: str, run: Path) -> bool:
+    """Whether a run goes on in its own folder: with ``auto``, or from a checkpoint of it that is named."""
+    return resume == "auto" or (resume != "none" and run.resolve() in (Path(resume) / "inside").resolve().parents)
+
+
+def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool) -> list[str]:
+    """Make an output folder ready to begin, or to go on from a checkpoint of it.
+
+    Returns:
+        What a person should know of what was there.
+    """
+    if checkpoint is None:
+        if overwrite:
+            remove_all(run)
+        output.prepare_folder(run)
+        return []
+    unread = output.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
+    told = [f"{run / 'metrics.jsonl'}: {unread} lines could not be read and were dropped"] if unread else []
+    later = leave_behind(checkpoints_of(run), checkpoint.step)
+    return told + [f"{path} is left behind, the run goes on without it; remove it when you like" for path in later]

@@ -1,0 +1,67 @@
+"""The state of a run into a checkpoint, and out of it again under any strategy."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .. import strategy as strategies
+from .reader import Checkpoint
+from .saver import Saver
+
+
+def save(
+    saver: Saver,
+    strategy: strategies.Strategy,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    run: dict[str, Any],
+    progress: dict[str, Any],
+) -> float:
+    """Begin to write a checkpoint; collective. Returns the seconds that training stood still for it.
+
+    Random numbers are functions of seed, step and process, so that there is no state of theirs to save.
+
+    Args:
+        run: the record in run.yaml, with the configuration.
+        progress: where the run stands; its ``step`` names the checkpoint.
+    """
+    strategies.make_optimizer_state(model, optimizer)  # there may have been no step yet, or none on some weights
+    return saver.save(
+        progress["step"],
+        strategies.pieces(strategy, model, optimizer),
+        contents={"run": run, "progress": progress, "loss_scale": strategies.loss_scale(accelerator, model)},
+        own={"optimizer_steps": strategies.optimizer_steps(strategy, model, optimizer)},
+        strategy=strategy.name,
+    )
+
+
+def restore(
+    checkpoint: Checkpoint,
+    strategy: strategies.Strategy,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights_only: bool,
+) -> None:
+    """Bring a prepared model and its optimizer to where a checkpoint stands; collective.
+
+    Args:
+        weights_only: leave the optimizer as a new one.
+
+    Raises:
+        InputError: if the checkpoint does not hold what this run trains.
+    """
+    if weights_only:
+        pieces = strategies.pieces(strategy, model, optimizer)
+        checkpoint.fill(piece for piece in pieces if piece.name.startswith("weights/"))
+    else:
+        strategies.make_optimizer_state(model, optimizer)
+        checkpoint.fill(strategies.pieces(strategy, model, optimizer))
+        strategies.set_optimizer_steps(strategy, model, optimizer, checkpoint.contents["optimizer_steps"])
+    strategies.settle(model)
+    if checkpoint.contents["loss_scale"] is not None:
+        strategies.restore_loss_scale(accelerator, model, checkpoint.contents["loss_scale"])

@@ -1,0 +1,256 @@
+"""``finetune checkpoint``: what it lists, finds damaged, and makes of a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import savers
+import scenarios
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import adapter, cli
+from finetune import model as models
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["checkpoint", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two complete checkpoints, one without its manifest and one in the making."""
+    folder = tmp_path_factory.mktemp("run")
+    for step in (100, 200):
+        savers.save(folder, step, world_size=2)
+    shutil.copytree(folder / "checkpoints/step-00000200", folder / "checkpoints/step-00000300")
+    (folder / "checkpoints/step-00000300/manifest.json").unlink()
+    (folder / "checkpoints/step-00000400.tmp").mkdir()
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def test_ls_tells_of_each_checkpoint_whether_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]):
+    code, printed, _ = run_cli(capsys, "ls", run)
+    assert code == 0
+    lines = printed.splitlines()
+    table = [line for line in lines if line.startswith("step-")]
+    assert [line.split()[0] for line in table] == [f"step-00000{n}" for n in ("300", "200", "100", "400.tmp")]
+    assert [" complete" in line and "fsdp2 x 2" in line and "KiB" in line for line in table] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert max(map(len, lines[:5])) <= 80
+    assert any("manifest.json is missing" in line for line in lines[5:])
+
+
+def test_ls_as_json_has_the_same_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]):
+    _, printed, _ = run_cli(capsys, "ls", run / "checkpoints", "--json")
+    entries = json.loads(printed)
+    assert [entry["state"] for entry in entries] == [
+        "not complete",
+        "complete",
+        "complete",
+        "being written, or left behind",
+    ]
+    complete = entries[1]
+    files = (run / "checkpoints" / complete["name"]).glob("*.safetensors")
+    assert complete["bytes"] == sum(file.stat().st_size for file in files)
+    assert (complete["step"], complete["strategy"], complete["processes"]) == (200, "fsdp2", 2)
+
+
+def test_verify_says_that_intact_files_are_intact(run: Path, capsys: pytest.CaptureFixture[str]):
+    for path in (run / "checkpoints/step-00000100", run / "checkpoints/step-00000200"):
+        code, printed, _ = run_cli(capsys, "verify", path)
+        assert code == 0
+        assert f"{path.name}: intact, 2 files" in printed
+
+
+def test_verify_of_a_run_names_every_file_that_is_damaged_and_what_is_not_complete(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+):
+    damaged = copy / "checkpoints/step-00000100/rank-00001-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    code, printed, _ = run_cli(capsys, "verify", copy)
+    assert code == 1
+    assert f"{damaged} is damaged" in printed
+    assert "step-00000200: intact" in printed
+    assert "step-00000300 is no complete checkpoint" in printed
+    code, printed, _ = run_cli(capsys, "verify", copy, "--json")
+    result = json.loads(printed)
+    assert code == 1
+    assert (result["intact"], len(result["not_complete"])) == (False, 1)
+    assert [len(one["damaged"]) for one in result["checkpoints"]] == [0, 1]
+
+
+def test_verify_of_one_checkpoint_that_is_not_complete_says_what_is_missing(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = copy / "checkpoints/step-00000200"
+    (path / "rank-00000-of-00002.safetensors").unlink()
+    code, printed, _ = run_cli(capsys, "verify", path)
+    assert code == 1
+    assert f"{path} is not complete: rank-00000-of-00002.safetensors is missing" in printed
+
+
+def test_verify_names_a_pickle_in_a_checkpoint_and_does_not_open_it(copy: Path, capsys: pytest.CaptureFixture[str]):
+    path = copy / "checkpoints/step-00000100"
+    (path / "optimizer.pt").symlink_to("/nowhere")  # to open it would fail
+    code, printed, _ = run_cli(capsys, "verify", path)
+    assert code == 0
+    assert "'optimizer.pt' is no part of it, and was not opened" in printed
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "export"])
+def test_a_folder_without_checkpoints_is_wrong_input(action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = ["--output", tmp_path / "new"] if action == "export" else []
+    for path in (tmp_path, tmp_path / "absent"):
+        code, _, told = run_cli(capsys, action, path, *output)
+        assert code == 2
+        assert str(path) in told
+        assert "give the" in told
+
+
+def trained_model(base: Path, config: dict[str, Any]) -> Any:
+    """A base with the adapter of a configuration, or without one, as it was after some training."""
+    model = models.load_model(
+        str(base),
+        models.load_config(str(base), revision=None, trust_remote_code=False),
+        revision=None,
+        trust_remote_code=False,
+        attention="auto",
+        dtype=torch.float32,
+        seed=0,
+        bits=None,
+        device=torch.device("cpu"),
+    )
+    own = dict(config["adapter"])
+    if (kind := own.pop("type")) != "none":
+        adapter.attach(model, kind=kind, base=str(base), revision=None, dtype=torch.float32, seed=0, **own)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save_run(run: Path, base: Path, **changes: Any) -> Any:
+    """A checkpoint of step 3 that two processes wrote of a trained model, which is returned."""
+    config = scenarios.configuration(base, run / "train.jsonl", run, **changes).model_dump()
+    model = trained_model(base, config)
+    weights = {f"weights/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    strategy = {"name": "fsdp2", "processes": 2, "precision": "bf16"}
+    contents = {
+        "run": {"config": config, "strategy": strategy, "chat_template": tiny.CHATML},
+        "progress": {"step": 3, "metrics": [{"step": 3, "loss": 1.25, "eval_loss": 1.5}], "eval_loss": 2.5},
+    }
+
+    def on(rank: int, gather: savers.Gather) -> None:
+        saver = savers.saver(run, rank, 2, gather)
+        saver.save(3, savers.share(weights, savers.even_cuts(weights, 2), rank), contents, {}, "fsdp2")
+        saver.finish()
+
+    savers.together(2, on)
+    return model
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_a_fully_trained_checkpoint_is_exported_as_the_model_that_was_trained(
+    tied: bool, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = tiny.build_model_folder(tmp_path / "base", tied=tied)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    model = save_run(tmp_path / "run", base)
+    code, printed, _ = run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "new" / "model", "--json")
+    assert code == 0
+    assert json.loads(printed)["step"] == 3
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "model")
+    assert str(exported.dtype) == f"torch.{dtype}"
+    expected = dict(model.named_parameters())
+    found = dict(exported.named_parameters())
+    assert len(expected) == len(found) > 10
+    assert all(torch.equal(found[name], value.to(exported.dtype)) for name, value in expected.items())
+    assert (exported.get_output_embeddings().weight is exported.get_input_embeddings().weight) == tied
+    assert AutoTokenizer.from_pretrained(tmp_path / "new" / "model").chat_template == tiny.CHATML
+    card = (tmp_path / "new" / "model" / "README.md").read_text()
+    assert "optimizer steps: 3" in card
+    assert "2.5000 before, 1.5000 after" in card
+    assert "fsdp2" in (tmp_path / "new" / "model" / "run.yaml").read_text()
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter__type": "dora"}, {"adapter__modules_to_save": ["lm_head"]}], ids=str)
+def test_a_checkpoint_of_an_adapter_is_exported_as_peft_loads_it(
+    changes: dict[str, Any], weights_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from peft import PeftModel
+
+    model = save_run(tmp_path / "run", weights_folder, **{"adapter__type": "lora", "adapter__rank": 4, **changes})
+    code, printed, _ = run_cli(
+        capsys, "export", tmp_path / "run/checkpoints/step-00000003", "--output", tmp_path / "adapter"
+    )
+    assert code == 0
+    assert "The adapter of step 3 lies in" in printed
+    base = AutoModelForCausalLM.from_pretrained(weights_folder)
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        untrained = base(tokens).logits
+        exported = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(tokens).logits
+        assert torch.allclose(exported, model(tokens).logits, atol=1e-5)
+        assert not torch.allclose(exported, untrained, atol=1e-2)
+
+
+def test_an_export_is_refused_before_anything_is_written(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, output = tmp_path / "run", tmp_path / "new"
+    save_run(run, model_folder)
+    other_base = tiny.build_model_folder(tmp_path / "base", hidden_size=128)
+
+    def refused(sentence: str, to: Path = output) -> None:
+        code, _, told = run_cli(capsys, "export", run, "--output", to)
+        assert code == 2
+        assert sentence in told
+        assert not output.exists()
+
+    (tmp_path / "taken").mkdir()
+    refused("is there already", tmp_path / "taken")
+    damaged = run / "checkpoints/step-00000003/rank-00001-of-00002.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused("is damaged")
+    savers.save(run, 4)
+    refused("does not tell the configuration of its run")
+    save_run(run, other_base)
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    shutil.copy(model_folder / "config.json", other_base / "config.json")
+    refused("does not fit")
+
+
+def test_an_export_runs_no_code_of_the_model_even_if_the_run_did(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    save_run(tmp_path / "run", base, model__trust_remote_code=True)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Model"}}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")
+    code, _, told = run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "new")
+    assert code == 2
+    assert told.startswith("error: ")
+    assert not (tmp_path / "it ran").exists()
+    assert not (tmp_path / "new").exists()

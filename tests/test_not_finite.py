@@ -1,0 +1,119 @@
+"""A loss or gradient that is not finite, on any process, never reaches the weights: the step is left out everywhere."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from safetensors.torch import load_file
+
+from finetune.errors import RunStopped
+from finetune.row_order import global_batch
+from finetune.strategy.step import scaled
+from recipes import sft
+
+LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+ROWS = 8
+CONSTANT = {"train__schedule": "constant", "train__warmup_ratio": 0.0, "train__micro_batch_size": 2}
+
+
+def infinite_with_finite_gradients(loss: torch.Tensor) -> torch.Tensor:
+    return loss + torch.inf
+
+
+def with_gradients_of_nan(loss: torch.Tensor) -> torch.Tensor:
+    loss.register_hook(lambda gradient: gradient * torch.nan)
+    return loss
+
+
+def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: set[int], config: Any) -> dict[str, Any]:
+    """Run the recipe; the losses of these calls are spoiled, on the last process only. The rehearsal is call 0."""
+    original, calls = sft.token_loss_sum, iter(range(10**6))
+    strategy = sft.strategies.asked_for()
+    is_last = strategy.rank == strategy.world_size - 1
+
+    def spoiled(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
+        loss = original(logits, next_tokens)
+        return spoil(loss) if next(calls) in calls_to_spoil and is_last else loss
+
+    sft.token_loss_sum = spoiled
+    try:
+        return scenarios.train(config)
+    finally:
+        sft.token_loss_sum = original
+
+
+@pytest.mark.parametrize("spoil", [infinite_with_finite_gradients, with_gradients_of_nan])
+@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
+def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_next_one_trains(
+    strategy: str, world_size: int, spoil: Any, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    calls_a_step = ROWS // 2 // world_size
+    of_second_step = {1 + calls_a_step}  # the first of its micro-batches
+    run = functools.partial(scenarios.configuration, model_folder, conversations, tmp_path / "run", **CONSTANT)
+    weights, metrics = {}, {}
+    for name, steps, spoiled_calls in [("one", 1, set()), ("two", 2, of_second_step), ("three", 3, of_second_step)]:
+        everyone = ranks(world_size).run(train_with, spoil, spoiled_calls, run(train__steps=steps), strategy=strategy)
+        assert [seen["num_processes"] for seen in everyone] == [world_size] * world_size
+        weights[name] = load_file(tmp_path / "run" / "final" / "model.safetensors")
+        metrics[name] = scenarios.read_metrics(tmp_path / "run")
+    for name, weight in weights["one"].items():
+        assert torch.equal(weights["two"][name], weight), name
+        assert not torch.equal(weights["three"][name], weight), name
+    first, second, third = metrics["three"]
+    of_loss = spoil is infinite_with_finite_gradients
+    assert (second["not_finite"], second["bad_steps"]) == ("loss" if of_loss else "gradient norm", 1)
+    assert (second["loss"], second["grad_norm"]) == (None, None)
+    assert "not_finite" not in first
+    assert "not_finite" not in third
+    assert third["loss"] < 7
+    rows = global_batch(2, rows=80, rows_in_run=10**6, global_batch_size=ROWS, seed=0)
+    rows = rows[2 * world_size - 2 : 2 * world_size] if of_loss else rows
+    assert second["rows"] == [f"{conversations}:{row + 1}" for row in rows]
+
+
+def test_run_stops_after_so_many_in_a_row_naming_rows_and_the_last_checkpoint(
+    model_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = {"train__max_bad_steps": 2, "checkpoint__every": 2, "train__steps": 9, "train__micro_batch_size": 8}
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
+    with pytest.raises(RunStopped, match="step 7: the loss is not finite; 2 steps in a row left") as error:
+        train_with(infinite_with_finite_gradients, {3, 6, 7}, config)  # one alone, then two
+    assert "goes on after step 6" in str(error.value)
+    rows = global_batch(7, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
+    assert f"The rows are {', '.join(f'{conversations}:{row + 1}' for row in rows)}." in str(error.value)
+    assert [line.get("bad_steps") for line in scenarios.read_metrics(tmp_path / "run")] == [None] * 2 + [
+        1,
+        None,
+        None,
+        2,
+    ]
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_count_goes_on_in_a_resumed_run(model_folder: Path, conversations: Path, tmp_path: Path):
+    changes = {"train__max_bad_steps": 2, "checkpoint__every": 3, "train__micro_batch_size": 8}
+    for steps, resume in [(3, "none"), (9, "auto")]:
+        settings = changes | {"train__steps": steps, "checkpoint__resume": resume, "train__overwrite": False}
+        config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **settings)
+        if resume == "none":
+            train_with(infinite_with_finite_gradients, {3}, config)
+    with pytest.raises(RunStopped, match="step 4: "):
+        train_with(infinite_with_finite_gradients, {1}, config)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_gradients_of_a_loss_that_is_not_finite_are_nan(value: float):
+    weight = torch.tensor(2.0, requires_grad=True)
+    scaled(weight * 3 + value, 0.5).backward()
+    assert weight.grad is not None
+    assert weight.grad.isnan()
+
+
+def test_finite_loss_is_scaled_as_by_multiplication():
+    weight = torch.tensor(2.0, requires_grad=True)
+    scaled(weight * 3, 0.5).backward()
+    assert weight.grad == 1.5

@@ -1,0 +1,464 @@
+"""What a run goes on from, and what it refuses to go on from: by name, with what to do, before weights load."""
+
+import contextlib
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+import tiny
+from safetensors.torch import load_file, save_file
+
+from finetune import checkpoint, output
+from finetune import strategy as strategies
+from finetune.errors import InputError, RunStopped
+from finetune.output import finished_steps
+from recipes import sft
+
+EVERY = {"checkpoint__every": 2, "checkpoint__keep": 3, "train__steps": 6, "train__overwrite": False}
+AUTO = {**EVERY, "checkpoint__resume": "auto"}
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an adapter, its checkpoints after steps 2, 4 and 6, and its result."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    sft.main(scenarios.configuration(model_folder, conversations, folder, adapter__type="lora", **EVERY))
+    return folder
+
+
+@pytest.fixture
+def killed(finished: Path, tmp_path: Path) -> Path:
+    """The same, killed in step 5."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:5]) + lines[5][:20])  # the last one was cut short
+    return folder
+
+
+@pytest.fixture
+def resume(model_folder: Path, conversations: Path, killed: Path):
+    def run(**changes: Any) -> list[dict[str, Any]]:
+        changes = {**AUTO, "adapter__type": "lora", **changes}
+        sft.main(scenarios.configuration(model_folder, changes.pop("data", conversations), killed, **changes))
+        return scenarios.read_metrics(killed)
+
+    return run
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights is an error."""
+    monkeypatch.setattr(sft.models, "load_model", None)
+
+
+def test_each_step_stands_in_the_metrics_once_with_the_figures_of_the_run_that_was_not_killed(resume, finished: Path):
+    timeless = ("step", "loss", "grad_norm", "tokens", "total_tokens", "learning_rate")
+    figures, expected = (
+        [[line[key] for key in timeless] for line in lines] for lines in (resume(), scenarios.read_metrics(finished))
+    )
+    assert figures == expected
+
+
+def test_lines_that_were_lost_with_the_machine_come_back_from_the_checkpoint(resume, killed: Path):
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:3]))
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_that_save_report_how_long_they_stood_still(finished: Path):
+    lines = scenarios.read_metrics(finished)
+    assert [line["step"] for line in lines if "save_stall_seconds" in line] == [2, 4, 6]
+    assert all(0 < line["save_stall_seconds"] < 60 for line in lines if "save_stall_seconds" in line)
+
+
+def test_finished_run_is_left_as_it_is(
+    finished: Path, model_folder: Path, conversations: Path, no_weights: None, capsys: pytest.CaptureFixture[str]
+):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    sft.main(scenarios.configuration(model_folder, conversations, finished, adapter__type="lora", **AUTO))
+    assert "is finished: its 6 steps are done" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_run_with_more_steps_goes_on_from_the_finished_one(
+    finished: Path, model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    changes = {**AUTO, "adapter__type": "lora", "train__steps": 8, "train__learning_rate": 5e-4}
+    sft.main(scenarios.configuration(model_folder, conversations, folder, **changes))
+    assert [line["step"] for line in scenarios.read_metrics(folder)] == list(range(1, 9))
+    assert finished_steps(folder) == 8
+    said = capsys.readouterr().out
+    assert "resuming after step 6" in said
+    assert "changed since then: train.learning_rate 0.001 -> 0.0005" in said
+
+
+def test_resume_auto_begins_where_there_is_no_run(model_folder: Path, conversations: Path, tmp_path: Path):
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "new", **{**AUTO, "train__steps": 2}))
+    assert [line["step"] for line in scenarios.read_metrics(tmp_path / "new")] == [1, 2]
+
+
+def test_run_killed_before_its_first_checkpoint_begins_anew(resume, killed: Path):
+    shutil.rmtree(killed / "checkpoints")
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_checkpoint_is_passed_over_by_name_and_the_one_before_it_taken(
+    resume, killed: Path, capsys: pytest.CaptureFixture[str]
+):
+    flip_a_byte(killed / "checkpoints" / "step-00000004")
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().out
+    assert "step-00000004/rank-00000-of-00001.safetensors is damaged" in said
+    assert "resuming after step 2" in said
+
+
+def test_incomplete_checkpoint_is_passed_over_by_name(resume, killed: Path, capsys: pytest.CaptureFixture[str]):
+    (killed / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    resume()
+    said = capsys.readouterr().out
+    assert "step-00000004 is no complete checkpoint" in said
+    assert "resuming after step 2" in said
+
+
+def test_nothing_is_lost_where_no_checkpoint_can_be_used(resume, killed: Path, no_weights: None):
+    for step in (2, 4):
+        flip_a_byte(killed / "checkpoints" / f"step-0000000{step}")
+    kept = {path.name for path in killed.rglob("*")}
+    with pytest.raises(InputError, match=r"No checkpoint in .* can be used") as error:
+        resume()
+    assert sum("is damaged" in problem for problem in error.value.problems) == 2
+    for step in (2, 4):
+        (killed / "checkpoints" / f"step-0000000{step}" / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"No checkpoint in .* can be used"):
+        resume()
+    assert {path.name for path in killed.rglob("*")} == kept - {"manifest.json"}
+
+
+def test_damaged_checkpoint_that_was_named_is_refused(resume, killed: Path, no_weights: None):
+    path = killed / "checkpoints" / "step-00000004"
+    flip_a_byte(path)
+    with pytest.raises(InputError, match="is damaged"):
+        resume(checkpoint__resume=str(path))
+
+
+def flip_a_byte(path: Path) -> None:
+    file = path / "rank-00000-of-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train__seed": 1}, "train.seed was 0 in .* is 1 now: the rows would come in another order"),
+        ({"train__global_batch_size": 4}, "train.global_batch_size was 8 in .*its steps hold other rows"),
+        ({"adapter__rank": 8}, "adapter.rank was 16 in .*finetune checkpoint export"),
+        ({"adapter__targets": ["q_proj"]}, "adapter.targets was 'all-linear' in"),
+        ({"data__packing": True}, "data.packing was False in"),
+        ({"data__max_length": 32}, "data.train: the training rows changed since .*step-00000004 was written"),
+        ({"train__optimizer": "sgd"}, r"cannot be carried over; .*--checkpoint\.resume_weights_only true"),
+        ({"train__steps": 3}, r"is after step 4, but the run has 3 steps; set train\.steps"),
+        ({"train__overwrite": True}, r"train\.overwrite replaces a run and checkpoint\.resume goes on with it"),
+        ({"checkpoint__resume": "nowhere"}, "holds a run already"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_run_that_would_be_another_one_is_refused(resume, changes: dict[str, Any], told: str, no_weights: None):
+    with pytest.raises(InputError, match=told):
+        resume(**changes)
+
+
+def test_other_rows_are_refused(resume, conversations: Path, tmp_path: Path, no_weights: None):
+    lines = conversations.read_text().splitlines()
+    lines[7] = lines[8]
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"data\.train: the training rows changed"):
+        resume(data=other)
+
+
+def test_another_tokenizer_or_base_is_refused(
+    resume, killed: Path, model_folder: Path, tmp_path: Path, no_weights: None
+):
+    tokenizer = shutil.copytree(model_folder, tmp_path / "tokenizer")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "NFC"}  # the same tokens for these rows, others for some
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="the tokenizer or its chat template changed"):
+        resume(model__tokenizer=str(tokenizer))
+    other = tiny.build_model_folder(tmp_path / "other", intermediate_size=96)
+    with pytest.raises(InputError, match="the model changed since"):
+        resume(model__path=str(other))
+
+
+def test_weights_alone_go_on_with_another_optimizer_and_the_same_rows(resume, finished: Path):
+    metrics = resume(train__optimizer="sgd", checkpoint__resume_weights_only=True)
+    whole = scenarios.read_metrics(finished)
+    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in whole]
+    assert metrics[4]["loss"] == whole[4]["loss"]  # the same weights
+    assert metrics[5]["loss"] != whole[5]["loss"]
+
+
+def test_checkpoint_of_another_folder_begins_records_of_its_own(
+    finished: Path, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    path = finished / "checkpoints" / "step-00000004"
+    changes = {**AUTO, "adapter__type": "lora", "checkpoint__resume": str(path)}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "branch", **changes))
+    assert [line["step"] for line in scenarios.read_metrics(tmp_path / "branch")] == [5, 6]
+
+
+def test_second_run_in_a_folder_is_refused_while_the_first_is_at_work(
+    model_folder: Path, conversations: Path, tmp_path: Path, no_weights: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sft.checkpoint, "hold", functools.partial(checkpoint.hold, patience_seconds=0.1))
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run")
+    with checkpoint.hold(tmp_path / "run"), pytest.raises(InputError, match=r"another run is at work in"):
+        sft.main(config)
+
+
+def test_disk_without_room_for_the_checkpoints_is_told_before_training(
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(checkpoint.looking.shutil, "disk_usage", lambda path: usage)
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **EVERY)
+    with pytest.raises(InputError, match=r"3 checkpoints of 0\.00 GiB lie in .*lower checkpoint\.keep"):
+        sft.main(config)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    few = {**EVERY, "checkpoint__every": 0}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **few))
+
+
+def steps_saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_going_on_from_an_older_checkpoint_leaves_the_later_ones_behind_and_keeps_its_own(
+    finished: Path, model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    older = str(folder / "checkpoints" / "step-00000002")
+    changes = {**AUTO, "adapter__type": "lora", "checkpoint__resume": older, "checkpoint__every": 1}
+    changes |= {"checkpoint__keep": 1, "train__learning_rate": 5e-4}
+    sft.main(scenarios.configuration(model_folder, conversations, folder, **changes))
+    assert steps_saved(folder) == ["step-00000004.left-behind-1", "step-00000006", "step-00000006.left-behind-1"]
+    assert "step-00000004.left-behind-1 is left behind" in capsys.readouterr().out
+    assert checkpoint.newest(folder)[0].contents["run"]["config"]["train"]["learning_rate"] == 5e-4
+    assert [line["step"] for line in scenarios.read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_result_of_the_run_that_was_replaced_does_not_finish_the_new_one(
+    finished: Path, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    settings = {"adapter__type": "lora", **EVERY, "train__seed": 7}
+    config = scenarios.configuration(model_folder, conversations, folder, **settings, train__max_bad_steps=1)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"overwrite": True})})
+    original, calls = sft.token_loss_sum, iter(range(1000))
+    sft.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 30 else float("nan"))
+    try:
+        with pytest.raises(RunStopped, match=r"goes on after step 2"):
+            sft.main(config)
+    finally:
+        sft.token_loss_sum = original
+    assert steps_saved(folder) == ["step-00000002"]
+    assert finished_steps(folder) == 0
+    sft.main(scenarios.configuration(model_folder, conversations, folder, **{**AUTO, **settings}))
+    assert finished_steps(folder) == 6
+    assert [line["step"] for line in scenarios.read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_checkpoint_of_another_folder_does_not_replace_a_run(resume, finished: Path, killed: Path, no_weights: None):
+    before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
+    with pytest.raises(InputError, match="holds a run already"):
+        resume(checkpoint__resume=str(finished / "checkpoints" / "step-00000002"))
+    assert {path: path.stat().st_mtime_ns for path in killed.rglob("*")} == before
+
+
+def test_checkpoint_that_was_renamed_is_not_deleted(resume, killed: Path):
+    shutil.rmtree(killed / "checkpoints" / "step-00000002")
+    (killed / "checkpoints" / "step-00000004").rename(killed / "checkpoints" / "step-00000004-good")
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+    assert "step-00000004-good" in steps_saved(killed)
+
+
+def test_checkpoint_before_the_first_optimizer_step_can_be_resumed(
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    changes = {**EVERY, "checkpoint__every": 1, "train__max_bad_steps": 2, "train__micro_batch_size": 8}
+    original = sft.token_loss_sum
+
+    def spoil(factors: list[float]) -> None:
+        left = iter(factors)
+        monkeypatch.setattr(sft, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
+
+    spoil([1, float("nan"), float("nan")])
+    with pytest.raises(RunStopped, match="goes on after step 1"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))
+    spoil([1, 1, 1, 1, 1, 1])
+    changes["checkpoint__resume"] = "auto"
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))
+    assert [line.get("bad_steps") for line in scenarios.read_metrics(tmp_path / "run")] == [1, *[None] * 5]
+
+
+def test_weights_alone_are_taken_once_and_later_restarts_go_on_with_the_optimizer(
+    resume, killed: Path, capsys: pytest.CaptureFixture[str]
+):
+    new = {"train__optimizer": "adafactor", "checkpoint__resume_weights_only": True}
+    resume(**new)
+    assert "the optimizer starts anew" in capsys.readouterr().out
+    expected = scenarios.read_metrics(killed)
+    shutil.rmtree(killed / "final")
+    metrics = resume(**new, train__steps=8)
+    assert "the optimizer starts anew" not in capsys.readouterr().out
+    assert metrics[:6] == expected
+
+
+def test_other_packs_of_the_same_rows_are_refused(model_folder: Path, conversations: Path, tmp_path: Path):
+    packed = {**EVERY, "data__packing": True, "data__max_length": 128, "train__global_batch_size": 2}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **packed))
+    shutil.rmtree(tmp_path / "run" / "final")
+    longer = {**packed, "checkpoint__resume": "auto", "data__max_length": 256}
+    with pytest.raises(InputError, match=r"data\.train: the training rows changed"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **longer))
+
+
+def test_streamed_rows_with_other_masks_are_refused(model_folder: Path, conversations: Path, tmp_path: Path):
+    streamed = {**EVERY, "data__streaming": True}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **streamed))
+    shutil.rmtree(tmp_path / "run" / "final")
+    others = {**streamed, "checkpoint__resume": "auto", "data__train_on": "all"}
+    with pytest.raises(InputError, match=r"data\.train: the training rows changed"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **others))
+
+
+def test_base_with_other_weights_or_another_configuration_is_another_model(weights_folder: Path, tmp_path: Path):
+    def identity(folder: Path, *, weights: bool = True) -> str:
+        return sft.models.identity(str(folder), revision=None, weights=weights)
+
+    same = shutil.copytree(weights_folder, tmp_path / "same")
+    assert identity(same) == identity(weights_folder)
+    other = shutil.copytree(weights_folder, tmp_path / "other")
+    weights = {name: tensor * 1.5 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert (other / "model.safetensors").stat().st_size == (same / "model.safetensors").stat().st_size
+    assert identity(other) != identity(same)
+    assert identity(other, weights=False) == identity(same, weights=False)
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    assert identity(same, weights=False) != identity(other, weights=False)
+
+
+def test_adapter_is_not_resumed_in_another_precision(resume, monkeypatch: pytest.MonkeyPatch, no_weights: None):
+    before = strategies.asked_for().mixed_precision
+    after = "no" if before == "bf16" else "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", after)
+    with pytest.raises(InputError, match=f"mixed precision {before}.* launch with --mixed_precision {before}"):
+        resume()
+
+
+def test_records_that_a_power_loss_has_damaged_are_mended(killed: Path, resume, capsys: pytest.CaptureFixture[str]):
+    lines = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + b"\0" * 40 + b"\n")
+    assert [line["step"] for line in resume()] == [1, 2, 4, 5, 6]
+    assert "1 lines could not be read" in capsys.readouterr().out
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    journal, path = output.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
+    (problem,) = journal.append(["1"])
+    assert "cannot be written (No such file or directory); its lines wait" in problem
+    assert journal.append(["2"]) == []
+    path.parent.mkdir()
+    assert journal.append(["3"]) == []
+    assert path.read_text() == "1\n2\n3\n"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+def test_lines_are_added_whole_or_wait_while_a_disk_is_full(small_disk: Path):
+    journal, path = output.Journal(small_disk / "lines.jsonl"), small_disk / "lines.jsonl"
+    assert journal.append(["0" * 100]) == []
+    fill(small_disk)
+    (problem,) = journal.append(["1" * 20_000])
+    assert "No space left on device" in problem
+    assert path.read_text() == "0" * 100 + "\n"
+    (small_disk / "filler").unlink()
+    assert journal.append(["2"]) == []
+    assert path.read_text().split() == ["0" * 100, "1" * 20_000, "2"]
+
+
+def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_nor_a_line(
+    small_disk: Path,
+    model_folder: Path,
+    conversations: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    original = sft.batches.Batches.step
+
+    def step(work: Any, number: int) -> Any:
+        if number == 3:
+            fill(small_disk)
+        if number == 6:
+            (small_disk / "filler").unlink()
+        return original(work, number)
+
+    monkeypatch.setattr(sft.batches.Batches, "step", step)
+    run = small_disk / "run"
+    sft.main(scenarios.configuration(model_folder, conversations, run, **{**EVERY, "train__steps": 8}))
+    said = capsys.readouterr().out
+    assert "step-00000004 was not written" in said
+    assert "Earlier checkpoints stay, and training goes on" in said
+    assert steps_saved(run)[-2:] == ["step-00000006", "step-00000008"]
+    assert "step-00000004" not in steps_saved(run)
+    assert [line["step"] for line in scenarios.read_metrics(run)] == list(range(1, 9))
+    assert finished_steps(run) == 8
+
+
+def test_result_that_cannot_be_written_is_said_with_where_to_go_on(
+    small_disk: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    original = sft.output.save_final
+
+    def save(*arguments: Any, **manner: Any) -> None:
+        fill(small_disk)
+        original(*arguments, **manner)
+
+    monkeypatch.setattr(sft.output, "save_final", save)
+    settings = {**EVERY, "train__steps": 2}
+    with pytest.raises(RunStopped, match=r"final could not be written .*--checkpoint\.resume auto"):
+        sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
+    (small_disk / "filler").unlink()
+    monkeypatch.setattr(sft.output, "save_final", original)
+    settings["checkpoint__resume"] = "auto"
+    sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
+    assert finished_steps(small_disk / "run") == 2
+    assert not (small_disk / "run" / "final.tmp").exists()
