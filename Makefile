@@ -1,6 +1,6 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
 # make test   formatting, lint, types and every test
-# make parity measure the README's table of strategies anew
+# make parity measure the README's tables of strategies and of resumed runs anew
 # make tables write the README's table of what goes with what from the code
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
@@ -26,8 +26,9 @@ test: $(VENV)/.test ops
 	python -m pytest
 
 parity: $(VENV)/.test ops
-	python -m pytest tests/test_parity.py --record-parity
+	python -m pytest tests/test_parity.py tests/test_resume.py --record-parity
 	python -m benchmarks.parity_table
+	python -m benchmarks.resume_table
 
 tables: $(VENV)/.test
 	python -m benchmarks.compatibility_table

@@ -1,5 +1,6 @@
 """Fixtures that many tests share: the tiny model, conversations, and groups of processes."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -54,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FINETUNE_DATA_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spare garbage collection the libraries' objects, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -414,7 +414,7 @@ def test_killed_while_saving_an_earlier_adapter_remains_whole(
             sft.main(config)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()} == earlier
     sft.main(config)  # and the next run clears up
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.yaml", "metrics.jsonl", "final"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml", "metrics.jsonl", "final"}
 
 
 # -- published models ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from parity import ACCUMULATIONS, BF16_TOLERANCE, FP32_TOLERANCE, LAUNCHES, MAX_GRAD_NORMS, OPTIMIZERS
 
-from benchmarks import data_preparation, trl_reference
+from benchmarks import checkpoint_speed, data_preparation, kills, resume_table, trl_reference
 from benchmarks.parity_table import RESULTS, table, with_table
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +49,26 @@ def test_speed_and_memory_of_data_preparation_are_the_recorded_ones():
     assert data_preparation.memory_table(recorded["memory"]) in README
     assert data_preparation.too_large(recorded["memory"]) == []
     assert recorded["speed"]["setup"]["rows"] == 100_000
+
+
+def test_table_of_resumed_runs_is_the_recorded_one_and_has_every_pair():
+    recorded = json.loads(resume_table.RESULTS.read_text())
+    assert resume_table.table(recorded) in README
+    pairs = {(row["method"], row["before"], row["after"]) for row in recorded["comparisons"]}
+    assert len(pairs) == len(recorded["comparisons"]) == 9 * 9 + 2 * 5 * 5
+    assert all(row["loss"] == row["grad_norm"] == 0 for row in recorded["comparisons"] if row["before"] == row["after"])
+    assert all(row[key] <= 1e-5 for row in recorded["comparisons"] for key in ("loss", "grad_norm"))
+
+
+def test_kills_are_the_recorded_ones_and_more_than_a_hundred():
+    recorded = json.loads(kills.RESULTS.read_text())
+    assert kills.table(recorded["runs"]) in README
+    assert len(recorded["runs"]) >= 100
+    assert len(recorded["launches"]) == 6
+
+
+def test_speed_and_memory_of_checkpoints_are_the_recorded_ones():
+    assert checkpoint_speed.table(json.loads(checkpoint_speed.RESULTS.read_text())) in README
 
 
 def test_stated_tolerances_are_those_of_the_tests():

@@ -1,0 +1,77 @@
+"""Killed at any instant and started again, a run ends as if nobody had touched it."""
+
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from killing import Trial, a_kill
+from launching import LaunchServer
+
+if sys.platform != "linux":
+    pytest.skip("lost processes are seen on Linux only", allow_module_level=True)
+
+FULL: list[str] = []
+LORA = ["--adapter.type", "lora", "--adapter.rank", "4", "--adapter.dropout", "0.3"]
+LAUNCHES = [("single", 1, LORA), ("ddp", 2, LORA), ("fsdp2", 2, FULL), ("zero2", 2, FULL)]
+KILLS = {
+    "single": [(signal.SIGKILL, "one rank", "completed"), (signal.SIGINT, "everyone", "step")],
+    "ddp": [
+        (signal.SIGKILL, "one rank", "step"),
+        (signal.SIGTERM, "one rank", "written"),
+        (signal.SIGKILL, "launcher", "step"),
+    ],
+    "fsdp2": [
+        (signal.SIGKILL, "all ranks", "written"),
+        (signal.SIGTERM, "launcher", "step"),
+        (signal.SIGKILL, "one rank", "starting"),
+    ],
+    "zero2": [
+        (signal.SIGKILL, "everyone", "completed"),
+        (signal.SIGUSR1, "one rank", "step"),
+        (signal.SIGTERM, "all ranks", "written"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchServer]:
+    started = LaunchServer(tmp_path_factory.mktemp("server") / "output.log")
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def trial(
+    server: LaunchServer, model_folder: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, list[str]], Trial]:
+    """``trial(name, settings)``: a run of its own in an empty folder."""
+    settings = ["--model.path", str(model_folder), "--data.train", str(conversations), "--data.max_length", "64"]
+    rows = tiny.read_rows(conversations, tiny.build_tokenizer())
+    sources = [row.source for row in rows]
+    assert len(sources) == 80
+    return lambda name, own: Trial(server, tmp_path_factory.mktemp("kills") / name, [*settings, *own], sources)
+
+
+@pytest.mark.parametrize(("strategy", "processes", "settings"), LAUNCHES, ids=[name for name, *_ in LAUNCHES])
+def test_run_that_is_killed_and_started_again_is_the_undisturbed_run_to_the_bit(
+    strategy: str, processes: int, settings: list[str], trial: Callable[[str, list[str]], Trial]
+):
+    draw = random.Random(f"{strategy} {processes}")
+    reference, disturbed = trial("undisturbed", settings), trial("disturbed", settings)
+    reference.finish(strategy, processes)
+    disturbed.starting_seconds, disturbed.step_seconds = reference.starting_seconds, reference.step_seconds
+    killed = [
+        disturbed.kill(strategy, processes, a_kill(draw, processes, *kind), write_seconds=0.1)
+        for kind in KILLS[strategy]
+    ]
+    if strategy == "single":
+        killed.append(disturbed.kill_before_change(strategy, processes, 0, draw.randint(17, 29)))
+    assert None not in killed, "the run ended before it was killed"
+    disturbed.finish(strategy, processes)
+    ranks = {event["rank"] for event in disturbed.starts[-1].events() if "trains" in event}
+    assert ranks == set(range(processes))
+    disturbed.check(reference)
