@@ -76,7 +76,7 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
         work.mkdir()
         fill(work)
         for path in (*work.iterdir(), work):
-            _flush(path)
+            flush(path)
         if not folder.is_dir():  # or else another machine was faster
             work.rename(folder)
     except OSError as error:
@@ -85,7 +85,7 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the disk hold what was written, so that a rename never stands for less than all of it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,6 +10,8 @@ from .rounding import local_shard, round_stochastically, rounding_noise
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 """Optimizers whose state is kept in 8 bits, by bitsandbytes."""
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
+"""Elements of state for each trained weight; that of the other optimizers is negligible."""
 
 
 def build_optimizer(
@@ -62,12 +64,17 @@ def build_optimizer(
 def state_bytes(model: torch.nn.Module, name: str) -> int:
     """Bytes of state on the GPU that an optimizer makes at its first step, for this process's part of the weights.
 
-    The state of paged_adamw_8bit moves to the host when the device is full; that of adafactor and sgd is negligible.
+    The state of paged_adamw_8bit moves to the host when the device is full.
     """
     shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
     held = [shard for shard in shards if shard.device.type == "cuda"]  # state lies with its weights
-    moments = {"adamw": 2, "adamw_8bit": 2, "lion_8bit": 1}.get(name, 0)
-    return sum(shard.numel() * moments * (1 if name in EIGHT_BIT else shard.element_size()) for shard in held)
+    stays = not name.startswith("paged")
+    return sum(shard.numel() * state_bytes_of_weight(name, shard.element_size()) for shard in held) if stays else 0
+
+
+def state_bytes_of_weight(name: str, weight_bytes: int) -> int:
+    """Bytes of an optimizer's state for a weight of so many bytes; 8-bit state without its scales, 1.6 % more."""
+    return MOMENTS.get(name, 0) * (1 if name in EIGHT_BIT else weight_bytes)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:

@@ -143,14 +143,15 @@ def _reject(record: Record, reason: str) -> Rejected:
 @contextmanager
 def rarely_collecting_garbage() -> Iterator[None]:
     """Let Python look for cycles seldom, and not among what the libraries hold (a sixth of the time)."""
-    before = gc.get_threshold()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(50_000, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:  # by whoever called
+            gc.unfreeze()
 
 
 @contextmanager

@@ -375,7 +375,7 @@ def test_records_that_a_power_loss_has_damaged_are_mended(killed: Path, resume, 
     assert "1 lines could not be read" in capsys.readouterr().out
 
 
-def test_lines_wait_while_the_disk_is_full_and_none_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lines_wait_while_their_folder_is_gone(tmp_path: Path):
     journal, path = output.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
     (problem,) = journal.append(["1"])
     assert "cannot be written (No such file or directory); its lines wait" in problem

@@ -14,6 +14,7 @@ from .. import model as models
 from ..errors import InputError, refuse_if_any
 from ..strategy import prepare_import
 from .reader import Checkpoint, open_checkpoint
+from .resuming import weight_problems
 
 WEIGHTS = "weights/"
 
@@ -45,7 +46,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     if adapter_alone:
         _attach(model, config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    refuse_if_any(_weight_problems(checkpoint, shapes, named["path"]))
+    refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
     state = {
         name.removeprefix(WEIGHTS): value if adapter_alone else value.to(dtype)
@@ -125,20 +126,6 @@ def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
         dtype=models.stored_dtype(model.config),
         seed=config["train"]["seed"],
     )
-
-
-def _weight_problems(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], base: str) -> list[str]:
-    saved = checkpoint.shapes(WEIGHTS)
-    wrong = [f"{name} is missing" for name in shapes if name not in saved]
-    wrong += [f"{name} has no place in it" for name in saved if name not in shapes]
-    wrong += [f"{n} has shape {saved[n]}, not {s}" for n, s in shapes.items() if n in saved and saved[n] != s]
-    if not wrong:
-        return []
-    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return [
-        f"The checkpoint {checkpoint.path} does not fit {base}: {'; '.join(wrong[:3])}{more}; bring back the model "
-        "that the run was started with."
-    ]
 
 
 def _card(checkpoint: Checkpoint, run: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ is being removed; the next checkpoint clears such names away. One run at a time 
 """
 
 import itertools
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..cache import flush
 from ..errors import InputError
 from . import manifest
 
@@ -119,15 +119,6 @@ def clear(folder: Path) -> None:
     """Remove what killed or failed runs have left half made or half removed."""
     for path in unfinished(folder):
         shutil.rmtree(path)
-
-
-def flush(path: Path) -> None:
-    """Have the disk hold what was written, so that a rename never stands for less than all of it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

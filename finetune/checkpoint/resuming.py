@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import output
+from ..optimizer import state_bytes_of_weight
 from .folder import checkpoints_of, leave_behind, remove_all
 from .reader import Checkpoint
 
@@ -96,24 +97,18 @@ def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> lis
 
 
 def weight_problems(checkpoint: Checkpoint, trained: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Why the weights of a checkpoint are not those that this run trains, as sentences. Name and shape of each."""
-    saved = {
-        name.removeprefix("weights/"): tuple(tensor.shape)
-        for name, tensor in checkpoint.manifest.tensors.items()
-        if name.startswith("weights/")
-    }
-    name = checkpoint.path
-    missing = [key for key in trained if key not in saved]
-    others = [key for key in saved if key not in trained]
-    do = "resume with the adapter and the model that it was made with."
-    found = [f"{name} has no {_some(missing)}, which this run trains; {do}"] if missing else []
-    found += [f"{name} holds {_some(others)}, which this run does not train; {do}"] if others else []
-    found += [
-        f"{name} holds {key} with the shape {saved[key]}, and this run trains it with {tuple(shape)}; {do}"
-        for key, shape in trained.items()
-        if key in saved and saved[key] != tuple(shape)
+    """Why the weights of a checkpoint are not those that are trained (name and shape of each), as a sentence."""
+    saved = checkpoint.shapes("weights/")
+    wrong = [f"{name} is missing" for name in trained if name not in saved]
+    wrong += [f"{name} has no place in it" for name in saved if name not in trained]
+    wrong += [f"{n} has shape {saved[n]}, not {s}" for n, s in trained.items() if n in saved and saved[n] != tuple(s)]
+    if not wrong:
+        return []
+    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return [
+        f"The checkpoint {checkpoint.path} does not fit the model and adapter that are configured: "
+        f"{'; '.join(wrong[:3])}{more}; bring back those that it was made with."
     ]
-    return found[:5]
 
 
 def step_problems(folder: Path, checkpoint: Checkpoint | None, steps: int) -> list[str]:
@@ -150,13 +145,8 @@ def describe(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, 
 
 def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:
     """Bytes of a checkpoint's tensors, near enough: each trained weight, and the optimizer's state for it."""
-    weight = 2 if weights == "bf16" else 4
-    state = {"adamw": 2 * weight, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(optimizer, 0)
-    return sum(map(math.prod, shapes.values())) * (weight + state)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    weight_bytes = 2 if weights == "bf16" else 4
+    return sum(map(math.prod, shapes.values())) * (weight_bytes + state_bytes_of_weight(optimizer, weight_bytes))
 
 
 def _flat(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

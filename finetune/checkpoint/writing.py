@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from ..cache import flush
 from . import folder, manifest
 from .host_copy import HostCopy
 from .manifest import Part, StoredFile
@@ -41,7 +42,7 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> StoredFile:
             file.write(chunk)
             digested.result()
             size += len(chunk)
-    folder.flush(path)
+    flush(path)
     return StoredFile(bytes=size, xxh3_128=digest.hexdigest())
 
 
@@ -145,7 +146,7 @@ class Writing:
             note.unlink()
         draft = self.temporary / "manifest.tmp"
         draft.write_text(whole.text(), encoding="utf-8")
-        folder.flush(draft)
+        flush(draft)
         draft.rename(self.temporary / manifest.NAME)
         folder.put_in_place(self.temporary, self.task.final)
         try:
