@@ -5,8 +5,9 @@
 is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass
 that leaves no trace), ``stretches`` (which elements of a parameter a process holds, and where), ``state`` (weights and
 optimizer state as such stretches, which a checkpoint holds), ``loss_scale`` (of fp16, to go on with), ``step``
-(which nothing reaches that is not finite), ``interruption`` (signals and lost processes), ``deepspeed_ops`` (its C++
-parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
+(which nothing reaches that is not finite), ``interruption`` (signals and lost processes), ``patience`` (collectives
+that wait), ``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks
+and tests).
 
 The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
 of it is read here, checked, brought to one numerical policy, and proven active after preparation.
@@ -40,6 +41,7 @@ from .deepspeed_ops import prepare_import
 from .interruption import Interruption, name_of
 from .loading import loading, loading_device
 from .loss_scale import loss_scale, restore_loss_scale
+from .patience import one_writes, patiently
 from .rehearsal import rehearsal
 from .request import (
     Strategy,
@@ -51,7 +53,7 @@ from .request import (
     problems,
     was_restarted,
 )
-from .setup import finish, leave, one_writes, patiently, prepare, start
+from .setup import finish, leave, prepare, start
 from .sharding import sharding_of
 from .state import Piece, make_optimizer_state, optimizer_steps, pieces, set_optimizer_steps, settle
 from .step import scaled, step_if_finite

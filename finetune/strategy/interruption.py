@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from .patience import gathered, patient_group
 from .request import Strategy
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -46,7 +46,7 @@ class Interruption:
         self._ends = False
 
     def __enter__(self) -> "Interruption":
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.world_size > 1 else None
+        self._group = patient_group() if self.world_size > 1 else None
         self._others = [psutil.Process(pid) for pid in self._other_processes()]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -81,10 +81,7 @@ class Interruption:
 
     def gather(self, value: str | None) -> list[str | None]:
         """The value of each process, known to all; collective, and however long the others take."""
-        values: list[str | None] = [value] * self.world_size
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gathered(value, self._group)
 
     def expect_the_end(self) -> None:
         """From here on processes may end, one after the other; collective."""

@@ -8,8 +8,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -203,33 +202,6 @@ def prepare(
         model, optimizer = accelerator.prepare(model, optimizer)
     prove_active(accelerator, strategy, model, optimizer)
     return model, optimizer
-
-
-@contextlib.contextmanager
-def one_writes() -> Iterator[None]:
-    """Let the other processes wait while one writes: for hours if need be, where a collective soon gives up."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
-    yield
-    if group is not None:
-        dist.barrier(group)
-        dist.destroy_process_group(group)
-
-
-@contextlib.contextmanager
-def patiently() -> Iterator[Callable[[str], list[str]]]:
-    """A function that gives the text of each process to all, however long one of them takes; collective."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
-
-    def gather(text: str) -> list[str]:
-        if group is None:
-            return [text]
-        texts = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text, group=group)
-        return texts
-
-    yield gather
-    if group is not None:
-        dist.destroy_process_group(group)
 
 
 def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -> None:
