@@ -56,6 +56,8 @@ class OnShards:
             super().step()  # type: ignore[misc]
         finally:
             self.param_groups = whole
+            for shard in updated:
+                shard.grad = None  # else it would hold the gradient beside the next one
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """What is remembered of the shard of a parameter; empty before its first step."""

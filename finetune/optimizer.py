@@ -10,6 +10,8 @@ from .rounding import local_shard, round_stochastically, rounding_noise
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 """Optimizers whose state is kept in 8 bits, by bitsandbytes."""
+CHUNK_ELEMENTS = 2**24
+"""Elements of bf16 weights that are updated at a time: the update takes 34 bytes of each for a moment."""
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
 """Elements of state for each trained weight; that of the other optimizers is negligible."""
 
@@ -116,19 +118,39 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
     def _update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], random: torch.Generator
     ) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        state = self.state[parameter]
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        weight, grad, first, second = map(local_shard, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"]))
-        grad = grad.float()
+        held = [local_shard(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        written = (held[0], *held[2:])
+        if all(tensor.is_contiguous() for tensor in written):
+            flat = [tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in held]
+            chunks = list(zip(*flat, strict=True))
+        else:
+            chunks = [tuple(held)]
+        for weight, grad, first, second in chunks:
+            self._update_chunk(weight, grad, first, second, step=state["step"], group=group, random=random)
+
+    def _update_chunk(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        step: int,
+        group: dict[str, Any],
+        random: torch.Generator,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        grad = gradient.float()
         first32 = first.float().lerp_(grad, 1 - beta1)
         second32 = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         _store(first, first32, random)
         _store(second, second32, random)
-        step = state["step"]
         denominator = (second32 / (1 - beta2**step)).sqrt_().add_(group["eps"])
         updated = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
         updated.addcdiv_(first32, denominator, value=-group["lr"] / (1 - beta1**step))

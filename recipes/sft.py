@@ -344,11 +344,12 @@ def main(cfg: Config) -> None:
                         # tokens, those of all processes, which each knows from the rows
                         share = accelerator.num_processes * accumulation / batch.trained_tokens
                         accelerator.backward(strategies.scaled(loss, share))
+                        losses.append(loss.detach())
+                        del loss  # and with it the graph, of which some functions hold tensors until it goes
                         if accelerator.sync_gradients:
                             grad_norm = strategies.step_if_finite(
                                 accelerator, model, optimizer, cfg.train.max_grad_norm
                             )
-                    losses.append(loss.detach())
 
                 finished = meter.update(
                     step=step,

@@ -1,5 +1,6 @@
 """8-bit optimizer state: what is in 8 bits, that it follows fp32 state, and that a shard has the state of the whole."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -111,3 +112,13 @@ def test_frozen_parameters_are_not_given_to_the_optimizer():
     model = Block()
     model.linear.requires_grad_(False)
     assert [p.shape for g in optimizer_of(model, "adafactor").param_groups for p in g["params"]] == [(COLUMNS,)]
+
+
+@pytest.mark.parametrize("weights", ["fp32_master", "bf16"])
+def test_gradients_are_let_go_of_after_the_step(weights: str):
+    model = Block().to(torch.bfloat16) if weights == "bf16" else Block()
+    optimizer = optimizer_of(model, "adamw_8bit", weights=weights)
+    train(model, optimizer, steps=2)
+    gradient = weakref.ref(model.linear.weight.grad.untyped_storage())  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    assert gradient() is None

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_parameter_names
 
+from finetune import optimizer as optimizers
 from finetune.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically, state_of
 
 
@@ -118,3 +119,24 @@ def test_small_updates_of_bf16_weights_survive_where_rounding_to_nearest_loses_t
     moved = 1 - reference.mean().item()
     assert 1 - nearest.float().mean().item() == 0  # every update was lost
     assert 1 - ours.float().mean().item() == pytest.approx(moved, rel=0.1)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_every_chunk_of_a_bf16_weight_is_updated_as_fp32_would_be_but_for_rounding(
+    is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 100)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 7, bias=False, dtype=torch.bfloat16)
+    if is_transposed:
+        layer.weight = torch.nn.Parameter(torch.randn(64, 7, dtype=torch.bfloat16).t())
+        assert not layer.weight.is_contiguous()
+    reference = torch.nn.Parameter(layer.weight.detach().float())
+    ours = build(layer, weights="bf16", learning_rate=1e-2, weight_decay=0.0)
+    exact = torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.0)
+    for _ in range(5):
+        layer.weight.grad = torch.randn(7, 64).bfloat16()
+        reference.grad = layer.weight.grad.float()
+        ours.step()
+        exact.step()
+    assert torch.allclose(layer.weight.float(), reference, rtol=2**-5, atol=2e-3)

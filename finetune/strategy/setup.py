@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ParallelismConfig
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..errors import InputError
 from . import deepspeed_ops
 from .active import prove_active
 from .request import Strategy, compute_dtype
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that DeepSpeed reduces at a time. Its own 500 million take gigabytes of each GPU, of adapters too."""
 
 
 def start(
@@ -83,6 +91,8 @@ def start(
             sync_each_batch=strategy.is_fsdp,
         ),
         parallelism_config=_parallelism(strategy),
+        # otherwise it keeps every gradient twice
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if strategy.is_fsdp:
         _configure_fsdp(accelerator, strategy, weights)
@@ -161,6 +171,7 @@ def _configure_deepspeed(
         )
     config["gradient_clipping"] = max_grad_norm  # left out, Accelerate makes 1.0 of it
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET_ELEMENTS
     if config["bf16"]["enabled"] or config["fp16"]["enabled"]:
         config["communication_data_type"] = "fp32"
         if weights == "bf16":
