@@ -1,7 +1,7 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
 # make test   formatting, lint, types and every test
 # make parity measure the README's tables of strategies and of resumed runs anew
-# make tables write the README's table of what goes with what from the code
+# make tables write the README's table of what goes with what, and its plan, from the code
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
 PYTHON ?= python3
@@ -32,6 +32,7 @@ parity: $(VENV)/.test ops
 
 tables: $(VENV)/.test
 	python -m benchmarks.compatibility_table
+	python -m benchmarks.plan_example
 
 # DeepSpeed's C++ operations, built once and kept in the user's cache
 ops: $(VENV)/.test

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import InputError, RunStopped
+from .shipped import shipped_files
 
 FOLDERS = ("recipes", "accelerate_configs")
 
@@ -21,9 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_init(verbs)
     _add_merge(verbs)
     _add_data(verbs)
+    _add_plan(verbs)
     _add_checkpoint(verbs)
     options, others = parser.parse_known_args(arguments)
-    if others and options.verb != "data":
+    if others and options.verb not in ("data", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
     try:
@@ -85,6 +87,54 @@ def _add_data(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "with the same train.output_dir did",
     )
     data.set_defaults(run=_data)
+
+
+def _add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="say what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
+        usage="finetune plan (--config FILE | --model MODEL) --gpus GPUS [--section.key VALUE ...] [options]",
+        description="Say what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
+        "recipes/sft.py and the recipe's flags, or a model alone. Reads the model's config.json and nothing else. The "
+        "exit code is 0 if something fits, 1 if nothing does, 2 for wrong input.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("--model", metavar="MODEL", help="folder of a model, a config.json file, or an id on the hub")
+    plan.add_argument("--gpus", metavar="GPUS", help="8x80GB, 1xH200, 2x8xH100 for two machines; default: those here")
+    plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens of a row, as data.max_length")
+    plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows of a step, as train.global_batch_size")
+    plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of a packed row's documents")
+    plan.add_argument("--tokens", metavar="N", type=float, help="tokens of an epoch, for its time")
+    plan.add_argument(
+        "--method",
+        choices=["full", "lora", "qlora", "lora_8bit", "all"],
+        help="what to train; default: what the configuration says, and all for a model alone",
+    )
+    plan.add_argument("--strategy", metavar="NAME_OR_FILE", help="one strategy file; default: compare all")
+    plan.add_argument(
+        "--mixed-precision", choices=["bf16", "fp16", "no"], help="default: bf16, and fp16 on cards without it"
+    )
+    plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not looked at")
+    plan.add_argument("--disk", metavar="GIB", type=float, help="free for checkpoints; default: not looked at")
+    plan.add_argument("--all", action="store_true", help="show also what does not fit")
+    plan.add_argument("--json", action="store_true", help="print every figure as JSON")
+    plan.add_argument("--plot", metavar="FILE", type=Path, help="draw the memory over one step: FILE.png or FILE.svg")
+    plan.add_argument(
+        "--trace",
+        metavar="RANK",
+        type=int,
+        nargs="?",
+        const=0,
+        help="run the step on tensors without values beside it, in up to a minute, as process RANK (default 0)",
+    )
+    plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on the GPU that is here")
+    paper = plan.add_argument_group("parallelism on paper", "for models that outgrow what can be run here")
+    paper.add_argument("--paper", action="store_true", help="rank layouts of tensor, pipeline and other parallelism")
+    for factor in ("tensor", "pipeline", "context", "expert"):
+        paper.add_argument(f"--{factor}", metavar="N", type=int, help=f"{factor} parallel GPUs; default: compare all")
+    paper.add_argument("--virtual-stages", metavar="N", type=int, default=1, help="of each GPU of a pipeline")
+    paper.add_argument("--shard-optimizer", action="store_true", help="split the optimizer state over the replicas")
+    plan.set_defaults(run=_plan)
 
 
 def _add_checkpoint(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -155,6 +205,46 @@ def _data(options: argparse.Namespace) -> int:
     )
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from .plan.verb import OnPaper, Shown, show
+    from .plan.written import Options
+
+    factors = OnPaper(
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        context=options.context,
+        expert=options.expert,
+        virtual_stages=options.virtual_stages,
+        shards_optimizer=options.shard_optimizer,
+    )
+    if not options.paper and factors != OnPaper():
+        raise InputError("Factors of parallelism are for --paper; add it, or leave them out.")
+    return show(
+        options.others,
+        Options(
+            gpus=options.gpus,
+            model=options.model,
+            row_tokens=options.row_tokens,
+            global_batch_size=options.global_batch_size,
+            document_tokens=options.document_tokens,
+            method=options.method,
+            strategy=options.strategy,
+            mixed_precision=options.mixed_precision,
+            tokens=options.tokens,
+            host_memory=options.host_memory,
+            disk=options.disk,
+        ),
+        Shown(
+            as_json=options.json,
+            all_rows=options.all,
+            plot=options.plot,
+            traced_rank=options.trace,
+            probes=options.probe,
+        ),
+        factors if options.paper else None,
+    )
+
+
 def _list_checkpoints(options: argparse.Namespace) -> int:
     from .checkpoint.verb import ls
 
@@ -189,12 +279,6 @@ def unpack(folder: Path) -> None:
         shutil.copytree(
             source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc")
         )
-
-
-def shipped_files() -> Path:
-    """Where the recipes lie: in ``finetune/share`` of an installed wheel, beside the package in a clone."""
-    package = Path(__file__).parent
-    return package / "share" if (package / "share").is_dir() else package.parent
 
 
 if __name__ == "__main__":

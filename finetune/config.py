@@ -114,8 +114,9 @@ class Train(Section):
     """Optimizer steps; takes the place of epochs."""
     global_batch_size: PositiveInt = 16
     """Rows of one optimizer step, over all processes and micro-batches: the mathematics of the run."""
-    micro_batch_size: PositiveInt = 1
-    """Rows that one process computes at a time: memory and speed, never the result."""
+    micro_batch_size: PositiveInt | Literal["auto"] = 1
+    """Rows that one process computes at a time: memory and speed, never the result. auto: what the planner predicts to
+    be fastest of what fits the GPU."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
     """The highest learning rate of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -139,8 +140,12 @@ class Train(Section):
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision.
     bf16: weights, gradients and optimizer state in bf16, half of the memory; AdamW then rounds each update of a
     weight stochastically, because rounding to nearest would lose most small updates."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: recompute each layer in the backward pass, for less memory and about a third more computation."""
+    activation_checkpointing: Literal["auto", "none", "full"] = "auto"
+    """full: recompute each layer in the backward pass, for less memory and about a third more computation. auto: none
+    where the planner predicts that it fits with a tenth of the GPU's memory to spare, else full; none on a CPU."""
+    plan_check: Literal["on", "off"] = "on"
+    """on: a run whose predicted peak is more than a GPU has is refused before anything is loaded, with the nearest
+    that fits. off: it is tried."""
     seed: NonNegativeInt = 0
     """Seed of the row order, of dropout and of random weights."""
 

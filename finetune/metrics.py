@@ -1,6 +1,7 @@
 """The figures of each optimizer step; on a GPU read one step late, so that no step waits for it."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,15 @@ class Meter:
         self.counters |= counters or {}
         """Steps that were left out so far: because fp16 overflowed, and because a figure was not finite."""
         self.clock = time.perf_counter()
+        self.speeds: list[float] = []
+        self.peak_memory_gib = 0.0
+
+    def measured(self) -> dict[str, float | None]:
+        """Of the steps so far: the peak, and the median of the tokens per second; None for what is not known."""
+        return {
+            "peak_memory_gib": self.peak_memory_gib or None,
+            "tokens_per_second": statistics.median(self.speeds) if self.speeds else None,
+        }
 
     def update(
         self,
@@ -125,8 +135,9 @@ class Meter:
         if self.peak_flops is not None:
             flops = known["row_tokens"] * self.flops_per_token / self.accelerator.num_processes
             metrics["mfu"] = flops / seconds / self.peak_flops
+        self.speeds.append(known["total_tokens"] / seconds)
         if peak_memory_gib > 0:
-            metrics["peak_memory_gib"] = peak_memory_gib
+            metrics["peak_memory_gib"] = self.peak_memory_gib = peak_memory_gib
         if self.accelerator.mixed_precision == "fp16":
             metrics["skipped_steps"] = known["skipped_steps"]
         return metrics | bad

@@ -34,6 +34,7 @@ from finetune import (
     streaming,
 )
 from finetune import model as models
+from finetune import plan as plans
 from finetune import strategy as strategies
 from finetune.cache import key_of
 from finetune.checkpoint import resuming
@@ -75,7 +76,7 @@ def main(cfg: Config) -> None:
         resume, overwrite = "auto", False  # the launcher goes on with what it has begun
     refuse_if_any(
         strategies.problems(strategy, bits=bits, **method)
-        + batch_problems(cfg.train.global_batch_size, cfg.train.micro_batch_size, strategy.world_size)
+        + batch_problems(cfg.train.global_batch_size, rows_at_least(cfg.train), strategy.world_size)
         + models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
         + sources.problems(data.named_sources(cfg.data.train) + data.named_sources(cfg.data.eval))
         + data.held_out_problems(data.named_sources(cfg.data.eval))
@@ -85,10 +86,12 @@ def main(cfg: Config) -> None:
         + unused_adapter_keys(cfg.adapter)
     )
     resumes_from, _ = checkpoint.look_for(resume, folder)
-    same_run: dict[str, Any] = {"now": cfg.model_dump(), "precision": strategy.mixed_precision}
+    precision = strategy.mixed_precision
     if resumes_from:
         weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
-        refuse_if_any(resuming.config_problems(resumes_from, **same_run, weights_only=weights_only))
+        refuse_if_any(
+            resuming.config_problems(resumes_from, cfg.model_dump(), precision=precision, weights_only=weights_only)
+        )
     source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
     model_config = models.load_config(cfg.model.path, **source)
     stored_dtype, stored_bits = models.stored_dtype(model_config), quantization.stored_bits(model_config)
@@ -123,7 +126,8 @@ def main(cfg: Config) -> None:
     tokenizer = models.load_tokenizer(
         cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
     )
-    work, held_out = read_data(cfg, tokenizer, model_config.get_text_config())
+    rows, held_out = read_data(cfg, tokenizer, model_config.get_text_config())
+    work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
     asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer)
     fingerprints = {
         "train": work.fingerprint,
@@ -135,7 +139,14 @@ def main(cfg: Config) -> None:
         if is_first_process():
             print(f"The run in {folder} is finished: its {work.steps:,} steps are done.")
         return
-    micro_batch_size = cfg.train.micro_batch_size
+
+    # What it will take, and what is left to the planner to choose.
+    planned, unplanned = plan_of(cfg, strategy, model_config, quantised_bits, work)
+    refuse_if_any(planned.problems() if planned and cfg.train.plan_check == "on" else [])
+    cfg = with_choices(cfg, planned)
+    same_run: dict[str, Any] = {"now": cfg.model_dump(), "precision": precision}
+    work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
+    micro_batch_size = rows_at_least(cfg.train)
     accumulation = cfg.train.global_batch_size // (micro_batch_size * strategy.world_size)
     collate = partial(batches.collate, packed=cfg.data.packing)
 
@@ -156,6 +167,13 @@ def main(cfg: Config) -> None:
         )
         if any(other != fingerprints for other in gather_object([fingerprints])):
             raise InputError("The processes read different data; make the data files the same on every machine.")
+        choices = gather_object([(micro_batch_size, recomputes(cfg.train))])
+        if len({rows for rows, _ in choices}) > 1:
+            raise InputError(
+                "The processes have different GPUs, for which the planner chose different micro-batches; set "
+                "train.micro_batch_size to a number."
+            )
+        recompute = any(recomputed for _, recomputed in choices)
         record = {
             "config": cfg.model_dump(),
             "strategy": {
@@ -166,12 +184,13 @@ def main(cfg: Config) -> None:
             "data": fingerprints,
             "chat_template": tokenizer.chat_template,
             "steps": work.steps,
+            "plan": planned.record() if planned else None,
             "launcher": launcher,
             **output.environment(),
         }
         screen = Screen(shown=accelerator.is_main_process, total_steps=work.steps, every=cfg.log.every)
         screen.say(strategies.describe(strategy))
-        for line in work.describe():
+        for line in work.describe() + (planned.describe() if planned else unplanned):
             screen.say(line)
         if held_out:
             screen.say(data.describe(held_out, "held-out"))
@@ -236,7 +255,7 @@ def main(cfg: Config) -> None:
         checkpoint_bytes = resuming.bytes_of(trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights)
         saves = work.steps // cfg.checkpoint.every if cfg.checkpoint.every else 0
         refuse_if_any(checkpoint.room_problems(folder, checkpoint_bytes, at_once=min(cfg.checkpoint.keep + 1, saves)))
-        if cfg.train.activation_checkpointing == "full":
+        if recompute:
             models.recompute_activations(model)
         optimizer = build_optimizer(
             model,
@@ -420,8 +439,11 @@ def main(cfg: Config) -> None:
         if held_out:
             before, after = record["eval_loss"].values()
             screen.say(f"held-out loss: {before:.4f} before, {after:.4f} after training")
+        measured = meter.measured()
+        for line in planned.compare(**measured) if planned else []:
+            screen.say(line)
         if accelerator.is_main_process:
-            output.write_run(folder, record)
+            output.write_run(folder, record | {"measured": measured})
         if asked:
             screen.answers(progress["answers"], answers_after)
         if cfg.adapter.type == "none":
@@ -433,25 +455,23 @@ def main(cfg: Config) -> None:
         strategies.finish(accelerator, strategy, offload_folder)
 
 
-def read_data(
-    cfg: Config, tokenizer: models.PreTrainedTokenizerBase, model_config: models.PreTrainedConfig
-) -> tuple[batches.Batches | streaming.Stream, data.Rows | None]:
-    """The batches of the run, and the held-out rows where there are some."""
-    train = data.named_sources(cfg.data.train)
-    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else data.named_sources(cfg.data.eval)
-    settings = Settings(
+def settings_of(cfg: Config) -> Settings:
+    """How rows are read."""
+    return Settings(
         format=cfg.data.format,
         train_on=cfg.data.train_on,
         max_length=cfg.data.max_length,
         split_key=cfg.data.split_key,
     )
-    form: dict[str, Any] = {
-        "packing": cfg.data.packing,
-        "global_batch_size": cfg.train.global_batch_size,
-        "micro_batch_size": cfg.train.micro_batch_size,
-        "seed": cfg.train.seed,
-    }
-    skip, steps = cfg.data.on_bad_row == "skip", cfg.train.steps
+
+
+def read_data(
+    cfg: Config, tokenizer: models.PreTrainedTokenizerBase, model_config: models.PreTrainedConfig
+) -> tuple[data.Rows | None, data.Rows | None]:
+    """The training rows (None where they are streamed), and the held-out rows where there are some."""
+    train = data.named_sources(cfg.data.train)
+    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else data.named_sources(cfg.data.eval)
+    settings, skip = settings_of(cfg), cfg.data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if cfg.data.streaming:
             assert not isinstance(held_out, float)  # refused above
@@ -463,12 +483,106 @@ def read_data(
         data.vocabulary_problems([rows, held], vocabulary)
         + data.position_problems(rows, held, settings.max_length, positions)
     )
+    return rows, held
+
+
+def plan_of(
+    cfg: Config,
+    strategy: strategies.Strategy,
+    model_config: models.PreTrainedConfig,
+    bits: int | None,
+    work: batches.Batches | streaming.Stream,
+) -> tuple[plans.RunPlan | None, list[str]]:
+    """What the run will take; or a line that says why the planner cannot tell, which ends no run that can do without.
+
+    Raises:
+        InputError: if it cannot tell, and is asked to choose the micro-batch.
+    """
+    train = cfg.train
+    longest = max(sum(len(row.tokens) for row in documents) for documents in work.heaviest())
+    mean_row = longest if cfg.data.packing else work.mean_document_tokens
+    try:
+        if cfg.model.attention == "eager":
+            raise InputError("The planner counts no eager attention.")
+        if strategy.replicas > 1 and strategy.replicas != plans.REPLICAS:
+            raise InputError(f"The planner does not know {strategy.replicas} replicas.")
+        return plans.plan_run(
+            model_config.to_dict(),
+            plans.Setting(
+                strategy=strategy.name,
+                world_size=strategy.world_size,
+                bits=bits,
+                adapter=cfg.adapter.type,
+                rank=cfg.adapter.rank,
+                dropout=cfg.adapter.dropout,
+                targets=cfg.adapter.targets if isinstance(cfg.adapter.targets, str) else tuple(cfg.adapter.targets),
+                modules_to_save=tuple(cfg.adapter.modules_to_save),
+                optimizer=train.optimizer,
+                weights=train.weights,
+                precision=strategy.mixed_precision,
+                row_tokens=longest,
+                packing=cfg.data.packing,
+            ),
+            machines=strategies.machines_of(strategy),
+            global_batch_size=train.global_batch_size,
+            mean_row_tokens=mean_row,
+            mean_document_tokens=work.mean_document_tokens,
+            micro_batch_size=None if train.micro_batch_size == "auto" else train.micro_batch_size,
+            activation_checkpointing=None if train.activation_checkpointing == "auto" else recomputes(train),
+        ), []
+    except InputError as error:
+        why = " ".join(error.problems)
+        if train.micro_batch_size == "auto":
+            raise InputError(f"train.micro_batch_size: auto is up to the planner. {why} Set it to a number.") from error
+        return None, [f"plan: none. {why}"]
+
+
+def with_choices(cfg: Config, planned: plans.RunPlan | None) -> Config:
+    """The configuration with what the planner chose; activations are kept where it could not tell."""
+    chosen: dict[str, Any] = {"activation_checkpointing": "full" if recomputes(cfg.train) else "none"}
+    if planned:
+        chosen = {
+            "micro_batch_size": planned.setting.micro_batch_size,
+            "activation_checkpointing": "full" if planned.setting.activation_checkpointing else "none",
+        }
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update=chosen)})
+
+
+def batches_of(
+    cfg: Config,
+    tokenizer: models.PreTrainedTokenizerBase,
+    model_config: models.PreTrainedConfig,
+    rows: data.Rows | None,
+) -> batches.Batches | streaming.Stream:
+    """The batches of the run."""
+    form: dict[str, Any] = {
+        "packing": cfg.data.packing,
+        "global_batch_size": cfg.train.global_batch_size,
+        "micro_batch_size": rows_at_least(cfg.train),
+        "seed": cfg.train.seed,
+    }
+    steps = cfg.train.steps
     if rows is not None:
-        return batches.Batches(rows, max_length=settings.max_length, steps=steps, epochs=cfg.train.epochs, **form), held
+        return batches.Batches(rows, max_length=cfg.data.max_length, steps=steps, epochs=cfg.train.epochs, **form)
     assert steps is not None  # refused above
     return streaming.Stream(
-        train, tokenizer, settings, steps=steps, vocabulary=vocabulary, skip_bad_rows=skip, **form
-    ), held
+        data.named_sources(cfg.data.train),
+        tokenizer,
+        settings_of(cfg),
+        steps=steps,
+        vocabulary=model_config.vocab_size,
+        skip_bad_rows=cfg.data.on_bad_row == "skip",
+        **form,
+    )
+
+
+def rows_at_least(train: config.Train) -> int:
+    """Rows of a micro-batch, as far as they are given."""
+    return 1 if train.micro_batch_size == "auto" else train.micro_batch_size
+
+
+def recomputes(train: config.Train) -> bool:
+    return train.activation_checkpointing == "full"
 
 
 def is_due(step: int, every: int) -> bool:
@@ -499,8 +613,8 @@ def packing_problems(model_config: models.PreTrainedConfig, attention_name: str,
 def advice_on_memory(cfg: Config, world_size: int) -> str:
     """What of a configuration would take less memory, the cheapest first."""
     smaller = {
-        f"train.micro_batch_size {cfg.train.micro_batch_size // 2}": cfg.train.micro_batch_size > 1,
-        "train.activation_checkpointing full": cfg.train.activation_checkpointing == "none",
+        f"train.micro_batch_size {rows_at_least(cfg.train) // 2}": rows_at_least(cfg.train) > 1,
+        "train.activation_checkpointing full": not recomputes(cfg.train),
         f"data.max_length {cfg.data.max_length // 2}": True,
         "train.optimizer adamw_8bit": cfg.train.optimizer == "adamw",
         "adapter.type lora": cfg.adapter.type == "none",

@@ -1,4 +1,4 @@
-"""Counted FLOPs against PyTorch's own counter, and which GPU a name stands for."""
+"""Counted FLOPs against PyTorch's own counter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune import model as models
-from finetune.flops import peak_flops, training_flops_per_token
+from finetune.flops import training_flops_per_token
 
 
 def test_flops_of_a_training_step_are_those_that_pytorch_counts():
@@ -26,23 +26,3 @@ def test_flops_of_a_training_step_are_those_that_pytorch_counts():
     ours = training_flops_per_token(**shape, mean_row_length=length)
     skipped_half = 6 * shape["layers"] * shape["heads"] * shape["head_dim"] * length  # above the diagonal
     assert (ours + skipped_half) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10G", 70),
-        ("Tesla T4", 65),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L40", None),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA T400", None),
-        ("AMD Instinct MI300X", None),
-    ],
-)
-def test_peak_is_that_of_the_gpu_and_of_no_other_with_a_similar_name(name: str, tflops: float | None):
-    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+import yaml
 from ranks import ROOT, STRATEGY_FILES
 
-from benchmarks import gpu_qlora
+from benchmarks import gpu_qlora, plan_accuracy
+from finetune import cli
+from finetune.plan.machine import gpus_here
 from recipes import sft
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -108,6 +111,49 @@ def test_8b_shape_trains_with_qlora_in_less_than_24_gb(tmp_path: Path):
     assert found[0]["activation_checkpointing"] == "full"
     assert found[0]["peak_memory_gib"] < 22
     assert all(m["tokens_per_second"] > 0 for m in found)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_peak_of_small_runs_is_within_5_percent_of_the_prediction(tmp_path: Path):
+    results = tmp_path / "found.json"
+    chosen = ["SmolLM2-135M full fp32_master, kept", "SmolLM2-135M full fp32_master, recomputed"]
+    chosen += ["TinyLlama-1.1B 4-bit", "Llama-3.2-1B 8-bit"]
+    plan_accuracy.main(["--results", str(results), *(word for name in chosen for word in ("--only", name))])
+    runs = json.loads(results.read_text())["runs"]
+    assert len(runs) == 4
+    for name, run in runs.items():
+        if run["predicted"]["verdict"] == "fits":
+            assert run["measured"]["outcome"] == "finished", name
+            assert run["predicted"]["peak_gib"] == pytest.approx(run["measured"]["allocated_gib"], rel=0.05), name
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_auto_keys_are_chosen_by_the_plan_and_the_peak_stands_beside_it(
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    auto = {"train__micro_batch_size": "auto", "train__activation_checkpointing": "auto"}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=3, **auto))
+    record = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert record["config"]["train"]["micro_batch_size"] in (1, 2, 4, 8)
+    assert record["config"]["train"]["activation_checkpointing"] == "none"  # a tiny model fits anyway
+    assert record["plan"]["peak_memory_gib"] > 0
+    assert record["measured"]["peak_memory_gib"] > 0
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_probe_measures_what_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    configs = json.loads((Path(__file__).parent / "model_configs.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(configs["smollm2-135m"]["config"]))
+    asked = ["--model", str(tmp_path), "--gpus", f"1x{gpus_here().gpu.name}", "--method", "full", "--probe", "--json"]
+    assert cli.main(["plan", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)["probe"]
+    for real, formula in zip(found["probed"], found["predicted"]):
+        assert formula["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.05)
+        assert real["step_seconds"] > 0
 
 
 def test_the_memory_benchmark_runs_through_the_recipe_without_a_gpu(tmp_path: Path):

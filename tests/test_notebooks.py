@@ -8,7 +8,11 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").rglob("*.ipynb"))
 
-PRINTED = {"01_first_run": "step 2/2  loss", "02_qlora_on_your_data": "The merged model lies in"}
+PRINTED = {
+    "01_first_run": "step 2/2  loss",
+    "02_qlora_on_your_data": "The merged model lies in",
+    "03_what_fits": "bytes for each token of a tiny layer in bf16; by the formula",
+}
 
 
 def test_there_are_notebooks():

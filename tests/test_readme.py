@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from parity import ACCUMULATIONS, BF16_TOLERANCE, FP32_TOLERANCE, LAUNCHES, MAX_GRAD_NORMS, OPTIMIZERS
 
-from benchmarks import checkpoint_speed, data_preparation, kills, resume_table, trl_reference
+from benchmarks import checkpoint_speed, data_preparation, kills, plan_example, resume_table, trl_reference
 from benchmarks.parity_table import RESULTS, table, with_table
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +69,10 @@ def test_kills_are_the_recorded_ones_and_more_than_a_hundred():
 
 def test_speed_and_memory_of_checkpoints_are_the_recorded_ones():
     assert checkpoint_speed.table(json.loads(checkpoint_speed.RESULTS.read_text())) in README
+
+
+def test_example_of_a_plan_is_what_the_command_prints():
+    assert plan_example.with_example(README, plan_example.example()) == README
 
 
 def test_stated_tolerances_are_those_of_the_tests():

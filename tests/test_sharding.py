@@ -10,10 +10,10 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from finetune import compatibility, quantization
 from finetune import model as models
-from finetune import quantization
 from finetune.errors import InputError
-from finetune.strategy import Strategy, compatibility, loading_device
+from finetune.strategy import Strategy, loading_device
 from finetune.strategy.sharding import Sharding
 from recipes import sft
 

@@ -30,6 +30,7 @@ SAME_OPTIMIZER = ("train.optimizer",)
 NEVER_TOLD = (
     "train.output_dir",
     "train.overwrite",
+    "train.plan_check",
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.resume",
@@ -139,7 +140,7 @@ def describe(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, 
     return lines + [
         f"changed since then: {key} {before.get(key)} -> {value}"
         for key, value in after.items()
-        if before.get(key) != value and key not in NEVER_TOLD
+        if key in before and before[key] != value and key not in NEVER_TOLD
     ]
 
 

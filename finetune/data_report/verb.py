@@ -126,7 +126,7 @@ def _report(
         max_length=cfg.data.max_length,
         packing=cfg.data.packing,
         global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=cfg.train.micro_batch_size,
+        micro_batch_size=1 if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,
         epochs=cfg.train.epochs,
         steps=cfg.train.steps,
         seed=cfg.train.seed,

@@ -1,13 +1,13 @@
 """DDP, FSDP2 and DeepSpeed ZeRO: the only place that knows them by name.
 
-``request`` (what the launch asks for, and whether it can work), ``compatibility`` (what goes with what), ``setup``
-(process group, Accelerator, preparation, end), ``loading`` (where weights are read to, and by whom), ``active`` (what
-is really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass
-that leaves no trace), ``stretches`` (which elements of a parameter a process holds, and where), ``state`` (weights and
-optimizer state as such stretches, which a checkpoint holds), ``loss_scale`` (of fp16, to go on with), ``step``
-(which nothing reaches that is not finite), ``interruption`` (signals and lost processes), ``patience`` (collectives
-that wait), ``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks
-and tests).
+``request`` (what the launch asks for, and whether it can work), ``gpus`` (those of the launch), ``setup`` (process
+group, Accelerator, preparation, end), ``loading`` (where weights are read to, and by whom), ``active`` (what is really
+active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass that leaves
+no trace), ``stretches`` (which elements of a parameter a process holds, and where), ``state`` (weights and optimizer
+state as such stretches, which a checkpoint holds), ``loss_scale`` (of fp16, to go on with), ``step`` (which nothing
+reaches that is not finite), ``interruption`` (signals and lost processes), ``patience`` (collectives that wait),
+``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
+What goes with what stands in ``finetune.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
 of it is read here, checked, brought to one numerical policy, and proven active after preparation.
@@ -38,6 +38,7 @@ from .active import (
     working_parameters,
 )
 from .deepspeed_ops import prepare_import
+from .gpus import machines_of
 from .interruption import Interruption, name_of
 from .loading import loading, loading_device
 from .loss_scale import loss_scale, restore_loss_scale
@@ -74,6 +75,7 @@ __all__ = [
     "loading",
     "loading_device",
     "loss_scale",
+    "machines_of",
     "make_optimizer_state",
     "name_of",
     "native_precision",

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..flops import peak_flops
+from ..hardware import peak_flops
 from .request import Strategy
 from .sharding import engine_of, sharding_of
 

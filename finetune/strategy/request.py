@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from ..compatibility import Cell, refusal
 from ..errors import InputError
 from . import deepspeed_ops
-from .compatibility import Cell, refusal
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,0 +1,191 @@
+"""The planner's predictions beside real runs of the recipe on this machine's GPUs: peak of memory, speed, and verdict.
+
+  python -m benchmarks.plan_accuracy
+
+Each run has processes of its own, a model with random weights, rows of exact lengths, and four steps. All predictions
+are written down before the first run, by the planner as it is. Runs at the edge of the GPU's memory are among them,
+also beyond it, so that a verdict can be wrong either way. ``benchmarks/results/plan_accuracy.json`` is written after
+each run; one that is repeated takes the place of its former result. A bound that is broken ends the script with a
+sentence.
+
+``--list`` prints the runs with their predictions, for ``--gpus`` that need not be here; ``--table`` prints what is
+recorded; ``--rehearse`` sends one tiny run through the same processes on the CPU, with made-up memory.
+Limits: the peak is that of the whole run, loading included; reading data and saving are not in the speed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import InputError
+from finetune.hardware import Machines, lookup, parse_gpus
+from finetune.output import environment
+from finetune.plan.question import question_about
+from finetune.plan.rows import judged
+
+from .plan_cases import REHEARSED, Case, cases
+from .plan_results import broken_bounds, table
+from .plan_runs import GIB, KINDS, ROOT, Bench
+
+RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
+GPU_OF_A_LIST = "1xH200"
+_LOOK = """
+import json, torch
+from finetune.output import environment
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+sizes = [[gpu.name, gpu.total_memory] for gpu in gpus]
+print(json.dumps({"gpus": sizes, "environment": environment() | {"cuda": torch.version.cuda}}))
+"""
+Measure = Callable[[Case], dict[str, Any]]
+
+
+def predict(case: Case, machines: Machines) -> dict[str, Any]:
+    """What the planner says of a run."""
+    used = Machines(machines.gpu, case.setting.world_size)
+    question = question_about(case.shape, case.setting, used, mean_document_tokens=case.document_tokens)
+    row = judged(question, case.setting)
+    return {
+        "peak_gib": row.memory.peak / GIB,
+        "parts_gib": {name: size / GIB for name, size in row.memory.parts.items()},
+        "needed_gib": row.gpu.bytes / GIB,
+        "verdict": row.gpu.verdict,
+        "tokens_per_second": None if row.time.stand_in else row.time.tokens_per_second,
+    }
+
+
+def look() -> tuple[Machines, dict[str, Any]]:
+    """This machine's GPUs and its versions, by a process of its own, which leaves nothing on the GPUs.
+
+    Raises:
+        InputError: if there are none.
+    """
+    gpus: list[tuple[str, int]] = []
+    seen: dict[str, Any] = {}
+    if shutil.which("nvidia-smi") is not None:
+        found = subprocess.run([sys.executable, "-c", _LOOK], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+        seen = json.loads(found.stdout.splitlines()[-1])
+        gpus = seen["gpus"]
+    if not gpus:
+        raise InputError(
+            "There is no GPU here to hold the planner against; --list shows what would be run, and --rehearse runs a "
+            "tiny model on the CPU."
+        )
+    return Machines(lookup(*gpus[0]), len(gpus)), seen["environment"]
+
+
+def record(
+    chosen: Sequence[Case], machines: Machines, results: Path, measure: Measure, known: dict[str, Any]
+) -> dict[str, Any]:
+    """Write down all predictions, then measure, and write after each run.
+
+    Args:
+        known: hardware and versions, for the records.
+        measure: runs a case, or raises RuntimeError.
+
+    Returns:
+        The records of these runs, by name. The file keeps those of others.
+    """
+    recorded = json.loads(results.read_text())["runs"] if results.exists() else {}
+    where = {
+        "predicted_for": machines.text,
+        "memory_gib": machines.gpu.memory_gib,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        **known,
+    }
+    runs = {
+        case.name: {
+            "setting": {"model": case.model, "document_tokens": case.document_tokens, **asdict(case.setting)},
+            "predicted": predict(case, machines),
+            "measured": None,
+            "environment": where,
+        }
+        for case in chosen
+    }
+    _write(results, recorded | runs)
+    for case in chosen:
+        try:
+            runs[case.name]["measured"] = measure(case)
+        except RuntimeError as error:
+            runs[case.name]["measured"] = {"outcome": "failed", "why": str(error)}
+        _write(results, recorded | runs)
+        print(table({case.name: runs[case.name]}).splitlines()[2], flush=True)
+    return runs
+
+
+def _write(results: Path, runs: dict[str, Any]) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    temporary = results.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(results)
+
+
+def list_of(chosen: Sequence[Case], machines: Machines) -> str:
+    """The runs with their predictions, in columns."""
+    width = max(len(case.name) for case in chosen)
+    lines = [f"{'run':<{width}}  peak GiB  needed  tokens/s  verdict"]
+    for case in chosen:
+        found = predict(case, machines)
+        speed = f"{found['tokens_per_second']:,.0f}" if found["tokens_per_second"] else ""
+        columns = f"{found['peak_gib']:8.2f}  {found['needed_gib']:6.1f}  {speed:>8}  {found['verdict']}"
+        lines.append(f"{case.name:<{width}}  {columns}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; the exit code is 1 if a bound is broken, and 2 for what can be put right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="runs whose name holds it")
+    parser.add_argument("--list", action="store_true", help="print the runs and their predictions")
+    parser.add_argument("--gpus", help="that the list is for, 8xH100 say (default: 1xH200)")
+    parser.add_argument("--table", action="store_true", help="print what is recorded")
+    parser.add_argument("--rehearse", action="store_true", help="one tiny run on the CPU")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    try:
+        return _answer(options)
+    except InputError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
+
+
+def _answer(options: argparse.Namespace) -> int:
+    if options.table:
+        if not options.results.exists():
+            raise InputError(f"Nothing is recorded in {options.results}; run without --table on a machine with a GPU.")
+        print(table(json.loads(options.results.read_text())["runs"]))
+        return 0
+    if options.rehearse and options.results == RESULTS:
+        raise InputError("A rehearsal measures nothing; name another file for its result with --results.")
+    if options.list or options.rehearse:
+        machines, known = parse_gpus(options.gpus or GPU_OF_A_LIST), environment()
+    else:
+        machines, known = look()
+    chosen = [REHEARSED] if options.rehearse else cases(machines)
+    chosen = [case for case in chosen if not options.only or any(text in case.name for text in options.only)]
+    if not chosen:
+        raise InputError(f"No run's name holds {' or '.join(options.only)}; see --list.")
+    if options.list:
+        print(list_of(chosen, machines))
+        return 0
+    made_up = dict.fromkeys(KINDS, round(predict(REHEARSED, machines)["peak_gib"] * GIB)) if options.rehearse else None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Bench(Path(folder), chosen, memory_for_rehearsal=made_up) as bench,
+    ):
+        runs = record(chosen, machines, options.results, bench.measure, known)
+    print(table(runs))
+    broken = broken_bounds(runs)
+    print("\n".join(broken), file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The README's example of an answer, as `finetune plan` prints it, and what the run that it recommends says of itself.
+
+``python -m benchmarks.plan_example`` writes it into the README.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from finetune.hardware import parse_gpus
+from finetune.plan import Setting, plan_run
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+START, END = "<!-- plan example: written by `make tables` -->\n", "<!-- end of plan example -->"
+LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+"""Of its published config.json."""
+ARGUMENTS = ("plan", "--model", "llama-3.1-8b.json", "--gpus", "8xH100", "--method", "full")
+
+
+def example() -> str:
+    """The command, its answer and the run's lines in Markdown; blanks at the ends of lines are left out.
+
+    Raises:
+        subprocess.CalledProcessError: if nothing fits, or the command fails.
+    """
+    plain = {name: value for name, value in os.environ.items() if "COLOR" not in name}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "llama-3.1-8b.json").write_text(json.dumps(LLAMA_3_1_8B), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "finetune.cli", *ARGUMENTS],
+            cwd=folder,
+            env=plain | {"COLUMNS": "80", "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    answer = ["```", f"$ finetune {' '.join(ARGUMENTS)}", "", *lines, "```"]
+    said = ["```", *lines_of_the_run(), "```"]
+    return "\n".join([*answer, "", "The run says the same of itself at its start:", "", *said, ""])
+
+
+def lines_of_the_run() -> list[str]:
+    """Of the same question, under fsdp2, with micro-batch and checkpointing left open."""
+    planned = plan_run(
+        LLAMA_3_1_8B,
+        Setting(strategy="fsdp2", world_size=8),
+        machines=parse_gpus("8xH100"),
+        global_batch_size=16,
+        mean_row_tokens=2048,
+        mean_document_tokens=2048,
+        micro_batch_size=None,
+        activation_checkpointing=None,
+    )
+    return planned.describe()
+
+
+def with_example(readme: str, text: str) -> str:
+    """The README with this example in it."""
+    before, rest = readme.split(START)
+    return before + START + text + END + rest.split(END, 1)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(with_example(README.read_text(encoding="utf-8"), example()), encoding="utf-8")

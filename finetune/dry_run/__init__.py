@@ -1,0 +1,11 @@
+"""The recipe's step on fake tensors: which memory it would take, found by running it where there is no memory to take.
+
+The model, the adapter, the strategy, the optimizer and the order of the step are the recipe's own; the tensors have
+shapes and no contents, and the process group answers without other processes. So any model can be traced on any
+machine, as any process of any number of them.
+
+``trace`` (what a dry run found), ``child`` (a dry run in a process of its own: the way to call it), ``step`` (the dry
+run itself), ``building`` (the model), ``ledger`` (the bytes of every storage, from birth to death), ``accounts`` (the
+ledger's blocks by what they are for), ``kernels`` (what CUDA's kernels take inside), ``patches`` (what the libraries
+need so that they run on fake tensors).
+"""

@@ -1,0 +1,238 @@
+"""The probe: real steps of the recipe's own pieces on a GPU, at two lengths of rows, and what they took.
+
+Not a dry run but what a dry run and the closed form are held against: ``plan.calibration`` makes of it a corrected
+prediction. The model has random weights, drawn on the GPU where it has room for them in fp32 (not those that become
+LLM.int8, which is quantised on its way to the GPU), else on the CPU, which takes about a minute for 8 billion. Of each
+length one step is taken first, in which libraries settle and the optimizer makes its state, and is not measured.
+
+Limits: one GPU, without sharding. ``probe_in_child`` keeps it out of the caller's process; the child is
+``python -m finetune.dry_run.probe`` with a question on its standard input.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, RunStopped
+from ..plan.calibration import Probed
+from ..plan.setting import Setting
+from .child import LAUNCH_VARIABLES, PROCESS_VARIABLES, setting_of
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS = 2
+"""Measured ones, of each length."""
+PATIENCE_SECONDS = 900.0
+GIB = 2**30
+
+
+def probe_in_child(
+    model_config: Mapping[str, Any], settings: Sequence[Setting], *, patience_seconds: float = PATIENCE_SECONDS
+) -> list[Probed]:
+    """Take steps in another process, on its first GPU; on the CPU where there is none, whose memory is not measured.
+
+    Args:
+        model_config: contents of a ``config.json``.
+        settings: alike but for the length of their rows, shortest first.
+
+    Raises:
+        InputError: if a step ran out of memory.
+        RunStopped: if the child failed, or took too long.
+    """
+    question = {"model": dict(model_config), "settings": [asdict(each) for each in settings]}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCH_VARIABLES) and name not in PROCESS_VARIABLES
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "finetune.dry_run.probe"],
+            input=json.dumps(question),
+            env=own | {"ACCELERATE_MIXED_PRECISION": settings[0].precision},
+            capture_output=True,
+            text=True,
+            timeout=patience_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunStopped(f"The probe was ended after {patience_seconds:.0f} seconds; take --trace.") from error
+    if done.returncode == 2:
+        raise InputError(json.loads(done.stdout)["problems"])
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunStopped(f"The probe failed with exit code {done.returncode} ({reason}); take --trace.")
+    return [Probed(**each) for each in json.loads(done.stdout)["probed"]]
+
+
+def probe(model_config: Mapping[str, Any], settings: Sequence[Setting]) -> list[Probed]:
+    """Take the steps in this process, whose state it changes (Accelerate, random numbers).
+
+    Raises:
+        InputError: if a step runs out of memory.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(model_config)))
+        accelerator, model, optimizer, vocabulary = _prepare(folder, settings[0])
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()  # of weights in fp32
+    found = []
+    for setting in settings:
+        try:
+            found.append(_measure(accelerator, model, optimizer, setting, vocabulary))
+        except torch.OutOfMemoryError as error:
+            held = torch.cuda.max_memory_allocated() / GIB
+            raise InputError(
+                f"The probe's step with rows of {setting.row_tokens} tokens ran out of memory at {held:.1f} GiB: close "
+                "what else uses the GPU, or ask about shorter rows with --row-tokens."
+            ) from error
+    return found
+
+
+def _prepare(folder: str, setting: Setting) -> tuple[Any, Any, "torch.optim.Optimizer", int]:
+    """As the recipe does it: accelerator, model, optimizer; and the vocabulary."""
+    from .. import adapter as adapters
+    from .. import attention, quantization
+    from .. import model as models
+    from .. import strategy as strategies
+    from ..optimizer import build_optimizer
+
+    models.quiet()
+    strategy = strategies.asked_for()
+    accelerator = strategies.start(
+        strategy,
+        accumulation=setting.accumulation,
+        micro_batch_size=setting.micro_batch_size,
+        max_grad_norm=1.0,
+        optimizer=setting.optimizer,
+        weights=setting.weights,
+        largest_parameter=lambda: 0,
+        offload_folder=Path(folder),
+    )
+    config = models.load_config(folder, revision=None, trust_remote_code=False)
+    skeleton = models.without_weights(config, trust_remote_code=False)
+    quantised_bytes = quantization.quantised_bytes(skeleton, setting.bits) if setting.bits else 0
+    dtype = strategies.compute_dtype(strategy, setting.weights)
+    with _drawing(accelerator.device, sum(p.numel() for p in skeleton.parameters()), setting):
+        model = models.load_model(
+            folder,
+            config,
+            revision=None,
+            trust_remote_code=False,
+            attention=attention.PACKED if setting.packing else "auto",
+            dtype=dtype,
+            seed=0,
+            bits=setting.bits,
+            device=strategies.loading_device(accelerator, strategy, quantised_bytes),
+        )
+    if setting.adapter != "none":
+        adapters.attach(
+            model,
+            kind=setting.adapter,
+            rank=setting.rank,
+            alpha=2.0 * setting.rank,
+            rank_stabilized=False,
+            dropout=setting.dropout,
+            targets=setting.targets if isinstance(setting.targets, str) else list(setting.targets),
+            modules_to_save=list(setting.modules_to_save),
+            base="",
+            revision=None,
+            dtype=dtype,
+            seed=0,
+        )
+    if setting.activation_checkpointing:
+        models.recompute_activations(model)
+    optimizer = build_optimizer(
+        model,
+        name=setting.optimizer,
+        learning_rate=1e-5,
+        weight_decay=0.0,
+        weights=setting.weights,
+        fused=strategies.fuses(accelerator),
+        rounding_seed=0,
+    )
+    prepared, stepped = strategies.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
+    prepared.train()
+    return accelerator, prepared, stepped, config.get_text_config().vocab_size
+
+
+@contextlib.contextmanager
+def _drawing(device: "torch.device", weights: int, setting: Setting) -> Iterator[None]:
+    """Where random weights are drawn, in fp32."""
+    import torch
+
+    if device.type != "cuda" or setting.bits == 8 or 4 * weights > 0.9 * torch.cuda.mem_get_info(device)[0]:
+        yield
+        return
+    with device:
+        yield
+
+
+def _measure(
+    accelerator: Any, model: Any, optimizer: "torch.optim.Optimizer", setting: Setting, vocabulary: int
+) -> Probed:
+    """One step to settle, then those that are measured, as the recipe takes them."""
+    import numpy as np
+    import torch
+
+    from .. import batches
+    from .. import strategy as strategies
+    from ..encoding import Row
+    from ..loss import token_loss_sum
+
+    on_gpu = accelerator.device.type == "cuda"
+    draw = np.random.default_rng(0)
+    length = setting.row_tokens
+    rows = [
+        [Row(draw.integers(vocabulary, size=length, dtype=np.int32), [(1, length)], "")]
+        for _ in range(setting.micro_batch_size)
+    ]
+    share = 1.0 / (setting.micro_batch_size * (length - 1))
+    begun = 0.0
+    for step in range(1 + STEPS):
+        if step == 1:
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begun = time.perf_counter()
+        for _ in range(setting.accumulation):
+            next_tokens, inputs = batches.collate(rows, accelerator.device, packed=setting.packing)
+            with accelerator.accumulate(model):
+                loss = token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
+                accelerator.backward(strategies.scaled(loss, share))
+                if accelerator.sync_gradients:
+                    strategies.step_if_finite(accelerator, model, optimizer, 1.0)
+            del loss
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begun) / STEPS
+    return Probed(setting.tokens, torch.cuda.max_memory_allocated() if on_gpu else 0, seconds)
+
+
+def main() -> int:
+    """Read a question, answer it."""
+    question = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print
+        try:
+            found = probe(question["model"], [setting_of(each) for each in question["settings"]])
+            answer: dict[str, Any] = {"probed": [asdict(each) for each in found]}
+            code = 0
+        except InputError as error:
+            answer, code = {"problems": error.problems}, 2
+    json.dump(answer, sys.stdout)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""One way to train, as the planner sees it: everything that decides memory and time, but for model and hardware."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe's configuration under a strategy, reduced to what memory and time depend on."""
+
+    strategy: str = "single"
+    """Name of a strategy file."""
+    world_size: int = 1
+    """GPUs, one process on each."""
+    bits: int | None = None
+    """Of the frozen linear layers: 4, 8, or None for 16."""
+    adapter: str = "none"
+    """none (every weight is trained), lora or dora."""
+    rank: int = 16
+    dropout: float = 0.0
+    """Of the adapter's input."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Last names of the linear layers that get an adapter."""
+    modules_to_save: tuple[str, ...] = ()
+    """Last names of the modules that are trained whole beside the adapter."""
+    optimizer: str = "adamw"
+    weights: str = "fp32_master"
+    """fp32_master or bf16."""
+    precision: str = "bf16"
+    """bf16, fp16 or no: the launch's mixed precision."""
+    activation_checkpointing: bool = False
+    micro_batch_size: int = 1
+    """Rows of a micro-batch."""
+    row_tokens: int = 2048
+    """Positions of the longest row."""
+    packing: bool = False
+    accumulation: int = 1
+    """Micro-batches of one process in an optimizer step."""
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch."""
+        return self.micro_batch_size * self.row_tokens

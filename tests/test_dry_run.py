@@ -1,0 +1,378 @@
+"""The dry run: fake tensors take the bytes that real ones take, on one process and as one of several."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from ranks import ROOT, Ranks
+from torch._subclasses.fake_tensor import FakeTensor
+from tracing import begun
+
+from finetune import strategy as strategies
+from finetune.dry_run import step
+from finetune.dry_run.accounts import account
+from finetune.dry_run.child import trace_in_child
+from finetune.dry_run.kernels import bytes_inside
+from finetune.dry_run.ledger import Ledger
+from finetune.dry_run.patches import libraries_take_fakes
+from finetune.dry_run.step import dry_run
+from finetune.dry_run.trace import CATEGORIES, PHASES, Trace, trace_of
+from finetune.errors import InputError
+from finetune.plan.setting import Setting
+from finetune.strategy.launch import launch_environment
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 509,  # a prime, which no number of processes divides
+    "max_position_embeddings": 1024,
+}
+LLAMA_3_1_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+PARAMETERS_8B = 8_030_261_248
+HOST_BYTES = {"weights": 64, "gathered": 2**18}
+"""More that real processes may hold, by category: the numbers of a device mesh are small tensors, in host memory; and
+gloo's threads let go of a buffer when they come to it."""
+SETTING = Setting(row_tokens=96)
+SETTINGS = {
+    "full": SETTING,
+    "full, accumulated": replace(SETTING, accumulation=2, micro_batch_size=3),
+    "full, checkpointed": replace(SETTING, activation_checkpointing=True),
+    "full, bf16": replace(SETTING, weights="bf16"),
+    "full, bf16, 8-bit optimizer": replace(SETTING, weights="bf16", optimizer="adamw_8bit"),
+    "full, fp32": replace(SETTING, precision="no"),
+    "lora": replace(SETTING, adapter="lora"),
+    "lora, checkpointed": replace(SETTING, adapter="lora", activation_checkpointing=True),
+    "dora, dropout": replace(SETTING, adapter="dora", dropout=0.1),
+    "qlora": replace(SETTING, adapter="lora", bits=4),
+    "lora, trained head": replace(SETTING, adapter="lora", modules_to_save=("lm_head",)),
+}
+
+
+def exact(setting: Setting, **how: Any) -> Trace:
+    """Without rounding, and without what the kernels of a GPU would take."""
+    return dry_run(TINY, setting, kernels=False, rounding=1, **how)
+
+
+def bytes_of(trace: Trace) -> dict[str, Any]:
+    """All that a trace tells of memory, but for the picture, whose axis counts events."""
+    record = trace.record()
+    return {name: record[name] for name in ("peak", "peak_phase", "phases", "saved", "held", "largest")}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+def test_fake_tensors_take_the_bytes_of_real_ones_exactly(setting: Setting):
+    assert bytes_of(exact(setting)) == bytes_of(exact(setting, real=True))
+
+
+def real_trace(setting: Setting) -> dict[str, Any]:
+    return bytes_of(exact(setting, real=True, rank=int(os.environ["RANK"])))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_trace_as_one_of_two_processes_is_what_each_of_two_real_ones_holds(
+    strategy: str, adapter: str, ranks: Callable[[int], Ranks]
+):
+    setting = replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
+    found = ranks(2).run(real_trace, setting, strategy=strategy, mixed_precision="bf16")
+    for rank, real in enumerate(found):
+        fake = bytes_of(exact(setting, rank=rank))
+        # not what is alive in the backward pass and the step: of that, gloo's threads let go when they come to it
+        moments = [[trace["held"], trace["saved"]] for trace in (fake, real)]
+        for one, other in zip(*moments):
+            for category in CATEGORIES:
+                difference = other["categories"].get(category, 0) - one["categories"].get(category, 0)
+                assert 0 <= difference <= HOST_BYTES.get(category, 0), category
+        # a buffer of reduced gradients may outlive their sum in the same way
+        gradients = [trace["phases"]["step"]["categories"]["gradients"] for trace in (fake, real)]
+        assert gradients[1] in (gradients[0], 2 * gradients[0])
+
+
+BIG = Setting(strategy="fsdp2", world_size=8, activation_checkpointing=True, row_tokens=4096)
+ENGINES = [
+    replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
+    for strategy in ("zero1", "zero2", "zero3")
+    for adapter in ("none", "lora")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_children() -> "Iterator[dict[tuple[Setting, int], Future[Trace]]]":
+    """Traces by setting and rank."""
+    asked: dict[tuple[Setting, int], dict[str, Any]] = {
+        (setting, rank): {"model": TINY, "setting": setting, "rank": rank, "kernels": False, "rounding": 1}
+        for setting in ENGINES
+        for rank in (0, 1)
+    }
+    with begun({(BIG, 5): {"model": LLAMA_3_1_8B, "setting": BIG, "rank": 5}} | asked) as traces:
+        yield traces
+
+
+@pytest.mark.parametrize("setting", ENGINES, ids=lambda setting: f"{setting.adapter}-{setting.strategy}")
+def test_traced_engine_holds_what_each_of_two_real_ones_holds(
+    setting: Setting, in_children: "dict[tuple[Setting, int], Future[Trace]]", ranks: Callable[[int], Ranks]
+):
+    found = ranks(2).run(real_trace, setting, strategy=setting.strategy, mixed_precision="bf16")
+    for rank, real in enumerate(found):
+        fake = bytes_of(in_children[setting, rank].result())
+        for category in ("weights", "optimizer"):
+            assert fake["held"]["categories"][category] == real["held"]["categories"][category] > 0
+        hidden_states = 2 * 64 * 96  # a real engine keeps one longer now and then
+        beside = HOST_BYTES["gathered"] + hidden_states
+        assert abs(fake["saved"]["bytes"] - real["saved"]["bytes"]) <= beside
+        assert abs(fake["peak"]["bytes"] - real["peak"]["bytes"]) <= beside
+
+
+def test_optimizer_state_is_twice_the_masters():
+    trace = exact(SETTING)
+    parameters = 2 * 509 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
+    steps = 21 * 4  # a counter for each tensor
+    assert trace.held.categories["optimizer"] == 2 * 4 * parameters + steps
+    assert trace.phases["step"].categories["gradients"] == 4 * parameters
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_every_rank_of_a_sharded_model_holds_the_shards_of_its_size(world_size: int):
+    skeleton = {"embed": (509, 64), "head": (509, 64), "norm": (64,)}
+    layer = {"q": (64, 64), "o": (64, 64), "k": (32, 64), "v": (32, 64), "gate": (160, 64), "up": (160, 64)}
+    layer |= {"down": (64, 160), "norm1": (64,), "norm2": (64,)}
+    shapes = [*skeleton.values(), *layer.values(), *layer.values()]
+    padded = [4 * -(-shape[0] // world_size) * (shape[1] if len(shape) > 1 else 1) for shape in shapes]
+    buffers = 2 * 4 * 8  # of rotary embeddings, which are not split
+    setting = replace(SETTING, strategy="fsdp2", world_size=world_size)
+    for rank in {0, world_size - 1}:
+        trace = exact(setting, rank=rank)
+        assert trace.held.categories["weights"] == sum(padded) + buffers
+        assert trace.phases["step"].categories["gradients"] == sum(padded)
+
+
+class Packed:
+    """A tensor that autograd has kept; its end is that of the graph's node."""
+
+    kept: ClassVar[dict[int, tuple[int, int]]] = {}
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, storage = tensor, tensor.untyped_storage()
+        address = storage.data_ptr()
+        size, count = self.kept.get(address, (storage.nbytes(), 0))
+        self.kept[address] = (size, count + 1)
+        self.address = address
+
+    def __del__(self) -> None:
+        size, count = self.kept.pop(self.address)
+        if count > 1:
+            self.kept[self.address] = (size, count - 1)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: pytest.MonkeyPatch):
+    kept: list[int] = []
+    models: list[torch.nn.Module] = []
+    built, scaled = step.build, strategies.scaled
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        models.append(built(*args, **kwargs))
+        return models[0]
+
+    def count(loss: torch.Tensor, factor: float) -> torch.Tensor:
+        own = [*models[0].parameters(), *models[0].buffers()]
+        weights = {tensor.untyped_storage().data_ptr() for tensor in own}
+        kept.append(sum(size for address, (size, _) in Packed.kept.items() if address not in weights))
+        return scaled(loss, factor)
+
+    setting = replace(SETTING, precision="no", adapter=adapter)
+    with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(Packed, lambda each: each.tensor):
+        patch.setattr(step, "build", build)
+        patch.setattr(strategies, "scaled", count)
+        real = exact(setting, real=True)
+    fake = exact(setting)
+    saved = fake.saved.categories["activations"] + fake.saved.categories["logits"]
+    assert saved == real.saved.categories["activations"] + real.saved.categories["logits"]
+    loss, inputs = 4, 8 * 96 if adapter == "lora" else 0  # alive too; a frozen embedding does not keep its input
+    assert saved == kept[-1] + loss + inputs
+
+
+def test_ledger_counts_storages_not_views_and_hears_of_their_ends():
+    ledger = Ledger()
+    with ledger:
+        ledger.begin("forward")
+        whole = torch.zeros(100, 10)  # 4,000 bytes: 4,096 as the allocator gives them
+        part = whole[:5]
+        whole.add_(1)
+        assert sum(block.bytes for block in ledger.live.values()) == 4096
+        del whole
+        assert len(ledger.live) == 1  # the view keeps it
+        part.untyped_storage().resize_(0)
+        assert sum(block.bytes for block in ledger.live.values()) == 0
+        part.untyped_storage().resize_(1000)
+        assert sum(block.bytes for block in ledger.live.values()) == 1024
+        del part
+        assert ledger.live == {}
+
+
+def test_what_a_block_is_for_follows_from_its_life():
+    ledger = Ledger(rounding=1)
+    with ledger:
+        weight = torch.zeros(10)
+        ledger.begin("forward")
+        kept, dropped = torch.zeros(20), torch.zeros(40)
+        del dropped
+        ledger.begin("loss")
+        scores = torch.zeros(3, 7)
+        ledger.begin("backward")
+        gradient = torch.zeros(10)
+        ledger.tell([gradient], "gradients")
+        del kept, scores
+        ledger.begin("step")
+        state = torch.zeros(80)
+        del gradient
+        ledger.begin("forward")
+    trace = account(ledger, logits=(3, 7), on_host=frozenset(), seconds=0.0)
+    assert trace.held.categories == {"weights": 40}
+    assert trace.phases["forward"].categories == {"weights": 40, "activations": 80, "temporaries": 160}
+    assert trace.phases["loss"].categories == {"weights": 40, "activations": 80, "logits": 84}
+    assert trace.phases["backward"].categories == trace.phases["loss"].categories | {"gradients": 40}
+    assert trace.phases["step"].categories == {"weights": 40, "gradients": 40, "optimizer": 320}
+    assert weight.numel() + state.numel() == 90
+
+
+def test_kernels_take_what_their_sources_say():
+    query, key = torch.empty(2, 32, 1000, 128, device="meta").bfloat16(), torch.empty(2, 8, 1000, 128, device="meta")
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    accumulated = 4 * 2 * 1024 * 32 * 128 + 4 * 2 * 1024 * 32
+    expanded = 2 * 2 * 2 * 32 * 1000 * 128
+    assert bytes_inside(attention, (None, query, key.bfloat16()), None) == accumulated + expanded
+    assert bytes_inside(attention, (None, query, query), None) == accumulated
+    many, few = torch.empty(2048, 64, device="meta").bfloat16(), torch.empty(8, 64, device="meta").bfloat16()
+    scales = torch.empty(512, device="meta")
+    assert bytes_inside("bitsandbytes::gemm_4bit", (many, None, (512, 64), scales, 64), None) == 2 * 512 * 64 + 8 * 512
+    assert bytes_inside("bitsandbytes::gemm_4bit", (few, None, (512, 64), scales, 64), None) == 0
+
+
+def test_packed_rows_save_what_one_row_of_attention_saves():
+    packed = exact(replace(SETTING, packing=True, micro_batch_size=2))
+    apart = exact(replace(SETTING, micro_batch_size=2))
+    tokens, layers, heads = 192, 2, 4
+    # bounds, positions, and rotary embeddings for each row; the random state of each layer's kernel
+    beside = packed.saved.bytes - apart.saved.bytes
+    assert 0 <= beside <= 4 * 3 + 8 * tokens + 2 * 4 * 16 * tokens + layers * (8 * 2 + 4 * heads)
+    assert any("varlen" in group.operation for group in packed.largest)
+
+
+def test_picture_of_a_step_reaches_the_peak_and_goes_through_its_phases_in_order():
+    trace = exact(SETTING)
+    assert max(point.moment.bytes for point in trace.points) == trace.peak.bytes
+    assert list(dict.fromkeys(point.phase for point in trace.points)) == list(PHASES)
+    assert [point.at for point in trace.points] == sorted(point.at for point in trace.points)
+    for point in trace.points:
+        assert sum(point.moment.categories.values()) == point.moment.bytes
+        assert set(point.moment.categories) <= set(CATEGORIES)
+
+
+def test_trace_is_the_same_after_a_way_through_json():
+    trace = exact(SETTING)
+    assert trace_of(json.loads(json.dumps(trace.record()))) == trace
+
+
+def test_state_in_host_memory_is_in_no_moment_of_the_gpu():
+    setting = replace(SETTING, strategy="fsdp2_offload", world_size=2)
+    trace, on_gpu = exact(setting), exact(replace(setting, strategy="fsdp2"))
+    assert not {"weights", "gradients", "optimizer"} & set(trace.peak.categories)
+    held = on_gpu.phases["step"].categories
+    assert trace.host_bytes == held["weights"] + held["gradients"] + held["optimizer"]
+
+
+def test_scales_of_offloaded_4_bit_weights_stay_on_the_gpu():
+    setting = replace(SETTING, strategy="fsdp2_offload", world_size=2, adapter="lora", bits=4)
+    trace, on_gpu = exact(setting), exact(replace(setting, strategy="fsdp2"))
+    held = on_gpu.phases["step"].categories
+    scales = trace.held.categories["weights"]
+    assert trace.host_bytes == held["weights"] - scales + held["gradients"] + held["optimizer"]
+    blocks = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64) // 64
+    code, code_of_scales, scale_of_scales, offset = 4 * 16, 4 * 256, 4, 4
+    of_weights = blocks + 14 * (code + code_of_scales + scale_of_scales + offset)
+    assert scales - of_weights in (0, code_of_scales)  # bitsandbytes keeps one for itself, made when it is first used
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """This process is afterwards what it was before."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    data_pointer = vars(FakeTensor).get("data_ptr")
+    apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
+    yield
+    assert {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} == environment
+    assert not dist.is_initialized()
+    assert PartialState._shared_state == {}
+    assert vars(FakeTensor).get("data_ptr") is data_pointer
+    assert torch.nn.Module._apply is apply
+    assert torch.UntypedStorage.resize_ is resize
+
+
+@pytest.mark.usefixtures("untouched")
+def test_dry_run_leaves_the_process_as_it_was():
+    exact(replace(SETTING, strategy="hsdp", world_size=4), rank=3)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_patches_are_undone_after_an_error():
+    with pytest.raises(ZeroDivisionError), libraries_take_fakes():
+        raise ZeroDivisionError
+
+
+def test_8b_model_is_traced_by_a_child_as_rank_5_of_8(in_children: "dict[tuple[Setting, int], Future[Trace]]"):
+    trace = in_children[BIG, 5].result()
+    assert 0 <= trace.held.categories["weights"] - 4 * PARAMETERS_8B / 8 < 2**20
+    assert 0 <= trace.held.categories["optimizer"] - 8 * PARAMETERS_8B / 8 < 2**20
+    assert trace.seconds < 300
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "rank", "words"),
+    [
+        (TINY, replace(SETTING, bits=4), 0, "set adapter.type to lora"),
+        (TINY, replace(SETTING, world_size=2), 0, "single is for one GPU"),
+        (TINY, SETTING, 1, "The rank is 1"),
+        (TINY | {"model_type": "lllama"}, SETTING, 0, "no model that transformers knows"),
+        (TINY, replace(SETTING, strategy="zero3_offload", world_size=2), 0, "closed form"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_traced_is_refused_in_a_sentence(model: Any, setting: Setting, rank: int, words: str):
+    with pytest.raises(InputError, match=words):
+        dry_run(model, setting, rank=rank)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_child_of_a_launched_process_traces_what_it_is_asked(monkeypatch: pytest.MonkeyPatch):
+    setting = replace(SETTING, strategy="fsdp2", world_size=2)
+    alone = trace_in_child(TINY, setting)
+    for name, value in launch_environment(ROOT / "accelerate_configs" / "fsdp2_offload.yaml", 4, "no").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "3")
+    assert bytes_of(trace_in_child(TINY, setting)) == bytes_of(alone)
+
+
+def test_childs_refusal_reaches_the_caller():
+    with pytest.raises(InputError, match="to lora"):
+        trace_in_child(TINY, replace(SETTING, bits=8))

@@ -1,0 +1,141 @@
+"""Which GPU a name stands for, what a user may write, and that the data file is whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.errors import InputError
+from finetune.hardware import (
+    MOST_GPUS_OF_A_MACHINE,
+    Machines,
+    known_gpus,
+    links,
+    lookup,
+    parse_gpus,
+    peak_flops,
+    precision_problem,
+    stand_in,
+)
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("Tesla T4", 65),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA T400", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_peak_is_that_of_the_gpu_and_of_no_other_with_a_similar_name(name: str, tflops: float | None):
+    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_every_card_is_whole_and_stands_for_itself():
+    assert len(known_gpus()) >= 20
+    for gpu in known_gpus():
+        figures = (gpu.tflops, gpu.fp32_tflops, gpu.memory_gb_per_second)
+        assert all(figure is not None and figure > 0 for figure in figures), gpu.name
+        assert 0.9 * gpu.gb < gpu.memory_gib < gpu.gb, gpu.name
+        assert parse_gpus(f"8x{gpu.name}") == Machines(gpu, 8)
+        assert stand_in(gpu) is gpu
+    assert {gpu.name for gpu in known_gpus() if not gpu.bf16} == {"T4", "V100-32GB", "V100-16GB"}
+    assert all(link.gb_per_second > 0 and link.microseconds > 0 for link in links().values())
+
+
+@given(
+    card=st.sampled_from(known_gpus()).map(lambda gpu: gpu.name)
+    | st.integers(1, 4096).map(lambda size: f"{size}GB")
+    | st.integers(1, 40960).map(lambda tenths: f"{tenths / 10:g}GiB"),
+    gpus=st.integers(1, MOST_GPUS_OF_A_MACHINE),
+    nodes=st.integers(1, 1000),
+    respell=st.sampled_from(
+        [str, str.lower, str.upper, lambda text: text.replace("x", " x ").replace("RT x ", "RTX ")]
+    ),
+)
+def test_what_is_written_and_what_is_shown_are_the_same_machines(card, gpus, nodes, respell):
+    machines = parse_gpus(respell(f"{nodes}x{gpus}x{card}"))
+    assert (machines.nodes, machines.gpus_per_node, machines.gpu.name) == (nodes, gpus, card)
+    assert parse_gpus(machines.text) == machines
+    assert machines.world_size == nodes * gpus
+
+
+@given(st.text() | st.from_regex(r"\A(\d+x)*[A-Z0-9]*(GB|GiB)?\Z"))
+def test_any_text_is_machines_or_a_sentence(text: str):
+    try:
+        machines = parse_gpus(text)
+    except InputError:
+        return
+    assert machines.world_size >= 1
+    assert machines.gpu.memory_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0xH100", "0xH100 is no GPU at all; give at least one"),
+        ("0x8xH100", "0x8xH100 is no GPU at all"),
+        ("32xH100", "machines have at most 16; say how many there are of each, 4x8xH100 say"),
+        ("8xH900", "8xH900 names no GPU that is known here; known are B200, H200, H100,"),
+        ("", "an empty text names no GPU"),
+        ("8x0GB", "8x0GB has no memory"),
+        ("-1xH100", "names no GPU"),
+        ("8x\nH100x", "names no GPU"),
+        (5000 * "9" + "xH100", "names no GPU"),
+    ],
+)
+def test_what_is_no_machine_is_refused_with_a_sentence(text: str, sentence: str):
+    with pytest.raises(InputError, match="--gpus: ") as refused:
+        parse_gpus(text)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["rtx4090", "RTX-4090", "1x rtx_4090", "RTX 4090-24GB"])
+def test_a_card_is_known_in_any_spelling(text: str):
+    assert parse_gpus(text).gpu.name == "RTX 4090"
+
+
+def test_a_memory_alone_promises_no_more_than_any_card_of_that_size_and_no_speed():
+    sizes = {gpu.gb for gpu in known_gpus()}
+    for size in sizes:
+        gpu = parse_gpus(f"8x{size}GB").gpu
+        assert gpu.memory_gib == pytest.approx(min(known.memory_gib for known in known_gpus() if known.gb == size))
+        assert gpu.tflops is None
+        assert stand_in(gpu).gb == size
+    assert parse_gpus("79.25GiB").gpu.memory_gib == 79.25
+
+
+def test_a_driver_tells_the_memory_and_which_of_two_cards_it_is():
+    small = lookup("Tesla V100-SXM2-16GB", int(15.75 * GIB))
+    assert (small.name, small.memory_gib) == ("V100-16GB", 15.75)
+    assert lookup("Tesla V100-SXM3-32GB", int(31.74 * GIB)).name == "V100-32GB"
+    unknown = lookup("NVIDIA L40", 44 * GIB)
+    assert (unknown.name, unknown.memory_gib, unknown.tflops) == ("NVIDIA L40", 44.0, None)
+
+
+def test_bf16_is_refused_where_it_is_not_multiplied():
+    assert "--mixed_precision fp16" in str(precision_problem(parse_gpus("T4").gpu, "bf16"))
+    assert precision_problem(parse_gpus("T4").gpu, "fp16") is None
+    assert precision_problem(parse_gpus("H100").gpu, "bf16") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_the_data_file_is_what_the_driver_reports():
+    properties = torch.cuda.get_device_properties(0)
+    found = lookup(properties.name, properties.total_memory)
+    known = next(gpu for gpu in known_gpus() if gpu.name == found.name)
+    assert known.memory_gib == pytest.approx(found.memory_gib, rel=0.01)
