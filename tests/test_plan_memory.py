@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tracing import begun
 
+from finetune import optimizer
 from finetune.dry_run.step import dry_run
 from finetune.dry_run.trace import Trace
-from finetune.plan import build, linear, operations, zero
+from finetune.plan import build, linear, operations, optimizer_state, zero
 from finetune.plan.decoder import Decoder
 from finetune.plan.memory import CUBLAS_BYTES, step_memory
 from finetune.plan.setting import Setting
@@ -250,8 +251,10 @@ def test_whole_step_of_an_engine_is_within_a_hundredth_of_its_dry_run(name: str,
     assert predicted((WIDE, ENGINES[name])) == pytest.approx(engines[name].result().peak.bytes, rel=0.01)
 
 
-def test_bucket_of_the_formulas_is_the_one_that_is_configured():
+def test_constants_of_the_formulas_are_those_of_the_code():
     assert zero.BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS
+    assert optimizer_state.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
+    assert optimizer_state.EIGHT_BIT_MOMENTS == {name: optimizer.MOMENTS[name] for name in optimizer.EIGHT_BIT}
 
 
 def test_most_points_are_a_thousandth_off_at_most():
