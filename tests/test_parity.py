@@ -199,3 +199,8 @@ def test_packed_rows_give_the_run_of_one_process(strategy: str, world_size: int,
     # no position is spent on padding, and rows hold several documents
     assert [m["total_tokens"] for m in metrics] == [m["total_tokens"] for m in expected]
     assert min(m["total_tokens"] for m in metrics) > 0.8 * ROWS_PER_STEP * 64
+
+
+def test_run_after_zero3_in_the_same_process_computes_with_pytorchs_own_linear(run: Run, ranks: Any):
+    run("zero3", 2, **changes_for("sgd", 0.0, 2))
+    assert ranks(2).run(scenarios.linear_is_pytorchs, strategy="ddp") == [True, True]

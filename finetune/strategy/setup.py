@@ -222,7 +222,18 @@ def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -
         shutil.rmtree(offload_folder)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if strategy.is_deepspeed:
+        _restore_linear()
     _forget_earlier_runs()
+
+
+def _restore_linear() -> None:
+    """ZeRO-3 puts a function of its own in the place of ``torch.nn.functional.linear``, until it is reset by hand."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    torch.nn.functional.linear = getattr(
+        InsertPostInitMethodToModuleSubClasses, "linear_bk", torch.nn.functional.linear
+    )
 
 
 def _forget_earlier_runs() -> None:
