@@ -254,7 +254,7 @@ def test_whole_step_of_an_engine_is_within_a_hundredth_of_its_dry_run(name: str,
 def test_constants_of_the_formulas_are_those_of_the_code():
     assert zero.BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS
     assert optimizer_state.CHUNK_ELEMENTS == optimizer.CHUNK_ELEMENTS
-    assert optimizer_state.EIGHT_BIT_MOMENTS == {name: optimizer.MOMENTS[name] for name in optimizer.EIGHT_BIT}
+    assert {name: optimizer.MOMENTS[name] for name in optimizer.EIGHT_BIT} == optimizer_state.EIGHT_BIT_MOMENTS
 
 
 def test_most_points_are_a_thousandth_off_at_most():

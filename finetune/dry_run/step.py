@@ -85,8 +85,7 @@ def dry_run(
         accelerator, strategy = _start(setting)
         with fakes, ledger, contextlib.nullcontext() if real else AnyValue():
             _trace(ledger, accelerator, strategy, config, setting, place, answers_itself=not real)
-        if not among_others:
-            strategies.finish(accelerator, strategy, Path())
+        strategies.finish(accelerator, strategy, Path())
     return account(
         ledger,
         logits=(setting.tokens, config.get_text_config().vocab_size),
