@@ -42,6 +42,14 @@ def build(config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, rea
         # for PEFT; what is loaded by its name has them
         vars(model).update(is_loaded_in_4bit=setting.bits == 4, is_loaded_in_8bit=setting.bits == 8)
         quantization.settle(model, dtype)
+    attach(model, setting, dtype)
+    if setting.activation_checkpointing:
+        models.recompute_activations(model)
+    return model
+
+
+def attach(model: PreTrainedModel, setting: Setting, dtype: torch.dtype) -> None:
+    """Attach the adapter of a setting, where it has one."""
     if setting.adapter != "none":
         adapters.attach(
             model,
@@ -57,9 +65,6 @@ def build(config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, rea
             dtype=dtype,
             seed=0,
         )
-    if setting.activation_checkpointing:
-        models.recompute_activations(model)
-    return model
 
 
 def _quantise(model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:

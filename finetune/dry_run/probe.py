@@ -102,11 +102,11 @@ def probe(model_config: Mapping[str, Any], settings: Sequence[Setting]) -> list[
 
 def _prepare(folder: str, setting: Setting) -> tuple[Any, Any, "torch.optim.Optimizer", int]:
     """As the recipe does it: accelerator, model, optimizer; and the vocabulary."""
-    from .. import adapter as adapters
     from .. import attention, quantization
     from .. import model as models
     from .. import strategy as strategies
     from ..optimizer import build_optimizer
+    from .building import attach
 
     models.quiet()
     strategy = strategies.asked_for()
@@ -136,21 +136,7 @@ def _prepare(folder: str, setting: Setting) -> tuple[Any, Any, "torch.optim.Opti
             bits=setting.bits,
             device=strategies.loading_device(accelerator, strategy, quantised_bytes),
         )
-    if setting.adapter != "none":
-        adapters.attach(
-            model,
-            kind=setting.adapter,
-            rank=setting.rank,
-            alpha=2.0 * setting.rank,
-            rank_stabilized=False,
-            dropout=setting.dropout,
-            targets=setting.targets if isinstance(setting.targets, str) else list(setting.targets),
-            modules_to_save=list(setting.modules_to_save),
-            base="",
-            revision=None,
-            dtype=dtype,
-            seed=0,
-        )
+    attach(model, setting, dtype)
     if setting.activation_checkpointing:
         models.recompute_activations(model)
     optimizer = build_optimizer(
@@ -211,9 +197,9 @@ def _measure(
             with accelerator.accumulate(model):
                 loss = token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
                 accelerator.backward(strategies.scaled(loss, share))
+                del loss  # as the recipe: the graph goes before the step
                 if accelerator.sync_gradients:
                     strategies.step_if_finite(accelerator, model, optimizer, 1.0)
-            del loss
     if on_gpu:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - begun) / STEPS
