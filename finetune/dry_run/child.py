@@ -48,29 +48,59 @@ def trace_in_child(
         "setting": asdict(setting),
         "how": {"rank": rank, "kernels": kernels, "rounding": rounding},
     }
+    return trace_of(
+        answer_of(
+            "finetune.dry_run",
+            question,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            name="dry run",
+            instead="use the closed form",
+            patience_seconds=patience_seconds,
+        )
+    )
+
+
+def answer_of(
+    module: str,
+    question: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    name: str,
+    instead: str,
+    patience_seconds: float,
+) -> Any:
+    """What a module answers to a question on its standard input, run in a process that inherits no launch.
+
+    Args:
+        name: of what it does, and ``instead`` what to do where it fails, for the sentences.
+
+    Raises:
+        InputError: with the problems that it answers.
+        RunStopped: if it failed, or took too long.
+    """
     own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(LAUNCH_VARIABLES) and name not in PROCESS_VARIABLES
+        variable: value
+        for variable, value in os.environ.items()
+        if not variable.startswith(LAUNCH_VARIABLES) and variable not in PROCESS_VARIABLES
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "finetune.dry_run"],
+            [sys.executable, "-m", module],
             input=json.dumps(question),
-            env=own | {"CUDA_VISIBLE_DEVICES": ""},
+            env=own | dict(environment),
             capture_output=True,
             text=True,
             timeout=patience_seconds,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise RunStopped(f"The dry run was ended after {patience_seconds:.0f} seconds; use the closed form.") from error
+        raise RunStopped(f"The {name} was ended after {patience_seconds:.0f} seconds; {instead}.") from error
     if done.returncode == 2:
         raise InputError(json.loads(done.stdout)["problems"])
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RunStopped(f"The dry run failed with exit code {done.returncode} ({reason}); use the closed form.")
-    return trace_of(json.loads(done.stdout))
+        raise RunStopped(f"The {name} failed with exit code {done.returncode} ({reason}); {instead}.")
+    return json.loads(done.stdout)
 
 
 def setting_of(fields: Mapping[str, Any]) -> Setting:

@@ -11,8 +11,6 @@ Limits: one GPU, without sharding. ``probe_in_child`` keeps it out of the caller
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, RunStopped
+from ..errors import InputError
 from ..plan.calibration import Probed
 from ..plan.setting import Setting
-from .child import LAUNCH_VARIABLES, PROCESS_VARIABLES, setting_of
+from .child import answer_of, setting_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,29 +47,15 @@ def probe_in_child(
         RunStopped: if the child failed, or took too long.
     """
     question = {"model": dict(model_config), "settings": [asdict(each) for each in settings]}
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(LAUNCH_VARIABLES) and name not in PROCESS_VARIABLES
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "finetune.dry_run.probe"],
-            input=json.dumps(question),
-            env=own | {"ACCELERATE_MIXED_PRECISION": settings[0].precision},
-            capture_output=True,
-            text=True,
-            timeout=patience_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunStopped(f"The probe was ended after {patience_seconds:.0f} seconds; take --trace.") from error
-    if done.returncode == 2:
-        raise InputError(json.loads(done.stdout)["problems"])
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RunStopped(f"The probe failed with exit code {done.returncode} ({reason}); take --trace.")
-    return [Probed(**each) for each in json.loads(done.stdout)["probed"]]
+    answer = answer_of(
+        "finetune.dry_run.probe",
+        question,
+        {"ACCELERATE_MIXED_PRECISION": settings[0].precision},
+        name="probe",
+        instead="take --trace",
+        patience_seconds=patience_seconds,
+    )
+    return [Probed(**each) for each in answer["probed"]]
 
 
 def probe(model_config: Mapping[str, Any], settings: Sequence[Setting]) -> list[Probed]:
