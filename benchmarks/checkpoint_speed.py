@@ -117,6 +117,7 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
             seed=len(what),  # other weights for a restore than were saved
             bits=None,
             device=accelerator.device,
+            random_weights=True,
         )
     bare_optimizer = optimizer.build_optimizer(
         bare,

@@ -68,7 +68,7 @@ def measure(shape: str, *, tokens: int, steps: int, checkpointing: str, micro_ba
     with tempfile.TemporaryDirectory() as work:
         folder = build(Path(work) / "model", shape, tokens, rows=micro_batch_size * steps)
         config = {
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "random_weights": True},
             "quantization": {"bits": 4},
             "adapter": {"type": "lora", "rank": 16},
             "data": {"train": str(folder / "rows.jsonl"), "max_length": tokens},

@@ -63,7 +63,16 @@ class Field:
         model = tiny.build_model_folder(folder / "model")
         rows = tiny.write_conversations(folder / "train.jsonl", rows=80)
         self.folder, self.numbers = folder, itertools.count()
-        self.settings = ["--model.path", str(model), "--data.train", str(rows), "--data.max_length", "64"]
+        self.settings = [
+            "--model.path",
+            str(model),
+            "--model.random_weights",
+            "true",
+            "--data.train",
+            str(rows),
+            "--data.max_length",
+            "64",
+        ]
         self.sources = [row.source for row in tiny.read_rows(rows, tiny.build_tokenizer())]
         self.server = LaunchServer(folder / "server.log")
         self.references = {

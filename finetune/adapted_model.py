@@ -38,7 +38,7 @@ def load_merged(source: AdapterSource, *, dequantized: bool, dtype: torch.dtype)
     kept = {name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype != base_dtype}
     if dequantized:
         _dequantize(model)
-        if not models.is_bare_config(source.base):
+        if not source.random_weights:
             model.hf_quantizer.remove_quantization_config(model)
             model._weight_conversions = None  # how packed weights were read, which would be undone at saving
     tuner = _attach(model, source)
@@ -70,6 +70,7 @@ def _load_base(source: AdapterSource, bits: int | None, dtype: torch.dtype) -> P
         dtype=dtype,
         seed=source.seed,
         bits=bits,
+        random_weights=source.random_weights,
         device=torch.device("cuda" if bits and torch.cuda.is_available() else "cpu"),
     )
 

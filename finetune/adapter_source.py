@@ -16,7 +16,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapter, quantization, sources
+from . import adapter, quantization, sources, weights
 from . import model as models
 from .data import named_sources
 from .errors import InputError, refuse_if_any
@@ -33,6 +33,8 @@ class AdapterSource:
     """Of adapter_config.json and adapter_model.safetensors."""
     base: str
     """Folder or hub id of the model that it was trained on."""
+    random_weights: bool
+    """The base's weights are not read, but drawn from ``seed``, as the run drew them."""
     revision: str | None
     config: PreTrainedConfig
     """Of the base."""
@@ -41,7 +43,7 @@ class AdapterSource:
     dtype: torch.dtype
     """Of computation in training."""
     seed: int
-    """Of the weights of a base that has none."""
+    """Of random weights of the base."""
     sources: list[Source]
     """What the run held out, or else trained on."""
     settings: Settings
@@ -64,11 +66,6 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
     base = base_model or named.get("base_model_name_or_path") or ""
     if problems := models.problems(base, None, None):
         raise _unreadable(problems[0])
-    if models.is_bare_config(base) and run is None:
-        raise InputError(
-            f"The base model {base} has no weights, and without a run.yaml nobody knows from which seed they were "
-            "drawn; name a model with weights with --base-model."
-        )
     trained: dict[str, Any] = {"bits": None, "revision": named.get("revision")} if run is None else _recorded(run)
     if run is not None and bits and bits != trained["bits"] and (trained["bits"] or base_model is None):
         was = f"{trained['bits']}-bit" if trained["bits"] else "unquantised"
@@ -79,10 +76,20 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
     except InputError as error:
         raise _unreadable(str(error)) from error
     refuse_if_any(quantization.problems(config, bits))
-    refuse_if_any(_tensor_problems(folder, base, models.without_weights(config, False)))
+    skeleton = models.without_weights(config, False)
+    random_weights = trained.get("random_weights", False)
+    try:
+        files = [] if random_weights else weights.files(base, revision)
+        refuse_if_any(weights.problems(skeleton, files) if files else [])
+        refuse_if_any(weights.not_finite(files))
+    except InputError as error:
+        raise _unreadable(str(error)) from error
+    refuse_if_any(_tensor_problems(folder, base, skeleton))
+    refuse_if_any(weights.not_finite([folder / adapter.WEIGHTS]))
     return AdapterSource(
         folder=folder,
         base=base,
+        random_weights=random_weights,
         revision=revision,
         config=config,
         bits=bits or quantization.stored_bits(config),
@@ -153,6 +160,7 @@ def _recorded(run: Path) -> dict[str, Any]:
             "bits": None if bits == "none" else bits,
             "dtype": torch.bfloat16 if weights == "bf16" else DTYPES[record["strategy"]["precision"]],
             "seed": config["train"]["seed"],
+            "random_weights": config["model"].get("random_weights", False),  # older runs have no such key
             "sources": found[0] if found else [],
             "settings": Settings(data["max_length"], data["format"], data["train_on"]),
             "revision": config["model"]["revision"],

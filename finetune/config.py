@@ -22,8 +22,10 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str
-    """Folder of a model, or its id on the hub. A folder with nothing but a config.json gives random weights drawn
-    from train.seed (for benchmarks and tests)."""
+    """Folder of a model, or its id on the hub."""
+    random_weights: bool = False
+    """Start from random weights drawn from train.seed, and read no others: for training from scratch, benchmarks and
+    tests. Of the model, only its config.json and its tokenizer are then needed."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, where it is not the model's own."""
     revision: str | None = None

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from . import quantization
 from .attention import stock_attention
 from .cache import key_of
 from .chat import ChatTemplate
-from .errors import BadRow, InputError
+from .errors import BadRow, InputError, refuse_if_any
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+MOST_LAYERS = 2000
+"""Ten times as many as the deepest published models have; building the modules of a million takes hours."""
 
 
 def quiet() -> None:
@@ -48,23 +49,11 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
             found.append(
                 f"{key}: there is no folder {value}; give a model's folder, or its id on the hub (owner/name)."
             )
-    if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
-        elif is_bare_config(path) and list(Path(path).glob("*.bin")):
-            found.append(
-                f"model.path: the folder {path} has weights as pickle files only, which can run code when they are "
-                "read; convert them to safetensors."
-            )
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
     if chat_template is not None and not Path(chat_template).is_file():
         found.append(f"data.chat_template: there is no file {chat_template}; check its name.")
     return found
-
-
-def is_bare_config(path: str) -> bool:
-    """Whether a path is a folder without weights, which asks for random ones."""
-    folder = Path(path)
-    return folder.is_dir() and not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def load_tokenizer(
@@ -98,9 +87,41 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
         InputError: if it cannot be read, or the model's type is unknown.
     """
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path: {path} is no model that transformers knows ({_first_line(error)}).") from error
+    except Exception as error:  # of any type: libraries compute with what the file says, before they check it
+        raise InputError(
+            f"model.path: the config.json of {path} describes no possible model ({_last_line(error)}); correct it, or "
+            "download it again."
+        ) from error
+    refuse_if_any(_impossible_sizes(config.get_text_config().to_dict()))
+    return config
+
+
+def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
+    """Sizes of which modules can be made, but no model, as sentences.
+
+    Args:
+        sizes: keys of a config.json, as transformers names them.
+    """
+    found = [
+        f"model.path: config.json says {key}: {sizes[key]}, but it is 1 or more; correct it, or download it again."
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        if isinstance(sizes.get(key), int) and sizes[key] < 1
+    ]
+    heads, key_value_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if not found and heads and key_value_heads and heads % key_value_heads:
+        found.append(
+            f"model.path: config.json says num_attention_heads: {heads}, which its num_key_value_heads "
+            f"{key_value_heads} do not divide; correct it, or download it again."
+        )
+    if (sizes.get("num_hidden_layers") or 0) > MOST_LAYERS:
+        found.append(
+            f"model.path: config.json says num_hidden_layers: {sizes['num_hidden_layers']:,}, more than the "
+            f"{MOST_LAYERS:,} that are supported; correct it, or download it again."
+        )
+    return found
 
 
 def identity(path: str, *, revision: str | None, weights: bool) -> str:
@@ -140,14 +161,15 @@ def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTra
     """The model's modules and shapes, without memory for its weights.
 
     Raises:
-        InputError: if it is no causal language model.
+        InputError: if it is no causal language model, or an impossible one.
     """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # of any type: what a model's code makes of sizes that cannot be
         raise InputError(
-            f"model.path: no causal language model can be made of its configuration ({_first_line(error)})."
+            f"model.path: no causal language model can be made of its config.json ({_first_line(error)}); use another "
+            "model, or correct the file."
         ) from error
 
 
@@ -174,13 +196,14 @@ def load_model(
     seed: int,
     bits: int | None,
     device: torch.device,
+    random_weights: bool = False,
 ) -> PreTrainedModel:
     """Weights in ``dtype``, on the CPU (or partitioned as they are read, where the strategy does so).
 
-    A folder without weights gives random ones, drawn from ``seed``.
-
     Args:
+        seed: of random weights.
         bits: 4 or 8 for quantised linear layers, on ``device``; None for those that are stored, quantised or not.
+        random_weights: draw the weights, and read none.
 
     Raises:
         InputError: if the model cannot be loaded.
@@ -192,7 +215,7 @@ def load_model(
         "attn_implementation": None if attention == "auto" else attention,
     }
     try:
-        if is_bare_config(path):
+        if random_weights:
             torch.manual_seed(seed)
             # drawn in fp32, so that a seed means the same weights in every precision
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
@@ -284,3 +307,8 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _last_line(error: Exception) -> str:
+    """Where a library wraps a reason into general words, the reason comes last."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")

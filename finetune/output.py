@@ -180,11 +180,12 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     loss = f"- loss of the last step: {of_last}\n"
     if "eval_loss" in metrics:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
+    is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
     kind = "library_name: peft\ntags: [sft, lora]" if is_adapter else "library_name: transformers\ntags: [sft]"
     return (
         f"---\nbase_model: {base}\n{kind}\n---\n\n"
-        f"# Fine-tuned from {Path(base).name}\n\n"
+        f"# {'Trained from random weights of the shape of' if is_random else 'Fine-tuned from'} {Path(base).name}\n\n"
         f"- optimizer steps: {metrics['step']}\n{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
         f"precision {run['strategy']['precision']}\n\n"

@@ -32,6 +32,7 @@ from finetune import (
     quantization,
     sources,
     streaming,
+    weights,
 )
 from finetune import model as models
 from finetune import plan as plans
@@ -107,9 +108,11 @@ def main(cfg: Config) -> None:
             else []
         )
     )
+    skeleton = models.without_weights(model_config, cfg.model.trust_remote_code)
+    if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
+        weights_of(cfg, skeleton)
     quantised_bytes, trains_tied_weights = 0, False
     if cfg.adapter.type != "none":
-        skeleton = models.without_weights(model_config, cfg.model.trust_remote_code)
         refuse_if_any(
             adapters.problems(
                 skeleton,
@@ -133,7 +136,11 @@ def main(cfg: Config) -> None:
         "train": work.fingerprint,
         "eval": held_out.fingerprint if held_out else None,
         "tokenizer": key_of(identity_of(tokenizer)),
-        "base": models.identity(cfg.model.path, revision=cfg.model.revision, weights=cfg.adapter.type != "none"),
+        "base": models.identity(
+            cfg.model.path,
+            revision=cfg.model.revision,
+            weights=cfg.adapter.type != "none" and not cfg.model.random_weights,
+        ),
     }
     if resume == "auto" and output.finished_steps(folder) == work.steps:
         if is_first_process():
@@ -144,6 +151,7 @@ def main(cfg: Config) -> None:
     planned, unplanned = plan_of(cfg, strategy, model_config, quantised_bits, work)
     refuse_if_any(planned.problems() if planned and cfg.train.plan_check == "on" else [])
     cfg = with_choices(cfg, planned)
+    weight_files = weights_of(cfg, skeleton)
     same_run: dict[str, Any] = {"now": cfg.model_dump(), "precision": precision}
     work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
     micro_batch_size = rows_at_least(cfg.train)
@@ -167,6 +175,8 @@ def main(cfg: Config) -> None:
         )
         if any(other != fingerprints for other in gather_object([fingerprints])):
             raise InputError("The processes read different data; make the data files the same on every machine.")
+        shares = {"rank": strategy.rank, "world_size": strategy.world_size}
+        refuse_if_any(gather_object(weights.not_finite(weight_files, **shares)))
         choices = gather_object([(micro_batch_size, recomputes(cfg.train))])
         if len({rows for rows, _ in choices}) > 1:
             raise InputError(
@@ -190,6 +200,10 @@ def main(cfg: Config) -> None:
         }
         screen = Screen(shown=accelerator.is_main_process, total_steps=work.steps, every=cfg.log.every)
         screen.say(strategies.describe(strategy))
+        if cfg.model.random_weights:
+            screen.say(
+                f"random weights drawn from seed {cfg.train.seed}, as model.random_weights asks: nothing learnt yet"
+            )
         for line in work.describe() + (planned.describe() if planned else unplanned):
             screen.say(line)
         if held_out:
@@ -221,7 +235,7 @@ def main(cfg: Config) -> None:
         with strategies.loading(
             accelerator,
             strategy,
-            whole=models.is_bare_config(cfg.model.path) or bool(quantised_bits),
+            whole=cfg.model.random_weights or bool(quantised_bits),
             by_every_process=trains_tied_weights,
         ):
             model: Any = models.load_model(
@@ -232,6 +246,7 @@ def main(cfg: Config) -> None:
                 seed=cfg.train.seed,
                 bits=bits,
                 device=device,
+                random_weights=cfg.model.random_weights,
                 **source,
             )
         if cfg.adapter.type != "none":
@@ -453,6 +468,19 @@ def main(cfg: Config) -> None:
                 f"The adapter lies in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR"
             )
         strategies.finish(accelerator, strategy, offload_folder)
+
+
+def weights_of(cfg: Config, skeleton: models.PreTrainedModel) -> list[Path]:
+    """The files of the model's weights, which belong to it by their headers; none where random ones are drawn.
+
+    Raises:
+        InputError: if files are missing, damaged or those of another model.
+    """
+    if cfg.model.random_weights:
+        return []
+    files = weights.files(cfg.model.path, cfg.model.revision)
+    refuse_if_any(weights.problems(skeleton, files))
+    return files
 
 
 def settings_of(cfg: Config) -> Settings:

@@ -16,7 +16,7 @@ def configuration(model: Path, train: Path, output: Path, **changes: Any) -> Any
     from recipes.sft import Config
 
     values: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "random_weights": not list(model.glob("*.safetensors*"))},
         "data": {"train": str(train), "max_length": 64},
         "train": {
             "output_dir": str(output),

@@ -57,7 +57,9 @@ def test_folder_without_a_configuration_is_refused(tmp_path: Path, conversations
 def test_folder_with_pickled_weights_only_is_refused(tmp_path: Path, conversations: Path):
     folder = tiny.build_model_folder(tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "pickle files only" in refused(scenarios.configuration(folder, conversations, tmp_path / "out"))
+    assert "pickle files only" in refused(
+        scenarios.configuration(folder, conversations, tmp_path / "out", model__random_weights=False)
+    )
 
 
 def test_unknown_model_type_is_refused(tmp_path: Path, conversations: Path):

@@ -49,7 +49,16 @@ def trial(
     server: LaunchServer, model_folder: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, list[str]], Trial]:
     """``trial(name, settings)``: a run of its own in an empty folder."""
-    settings = ["--model.path", str(model_folder), "--data.train", str(conversations), "--data.max_length", "64"]
+    settings = [
+        "--model.path",
+        str(model_folder),
+        "--model.random_weights",
+        "true",
+        "--data.train",
+        str(conversations),
+        "--data.max_length",
+        "64",
+    ]
     rows = tiny.read_rows(conversations, tiny.build_tokenizer())
     sources = [row.source for row in rows]
     assert len(sources) == 80

@@ -53,7 +53,16 @@ def test_process_that_dies_is_restarted_by_the_launcher_and_the_run_ends_as_if_i
 ):
     script, marker = tmp_path / "dying.py", tmp_path / "died"
     script.write_text(DYING)
-    flags = ["--model.path", str(model_folder), "--data.train", str(conversations), "--data.max_length", "64"]
+    flags = [
+        "--model.path",
+        str(model_folder),
+        "--model.random_weights",
+        "true",
+        "--data.train",
+        str(conversations),
+        "--data.max_length",
+        "64",
+    ]
     flags += ["--train.steps", str(STEPS), "--train.global_batch_size", "8", "--train.learning_rate", "1e-3"]
     flags += ["--checkpoint.every", "2", "--checkpoint.resume", "auto"]
     disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"

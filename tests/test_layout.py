@@ -80,7 +80,7 @@ def imports(path: Path) -> set[str]:
 LAYERS_FROM_THE_LOWEST = """
 loss schedule row_order flops errors config randomness rounding packing compatibility hardware shipped
 sources formats messages rendering chat encoding pipeline cache preparation rows batches data streaming \
-model attention packing_support optimizer eight_bit adapter quantization
+weight_files weights model attention packing_support optimizer eight_bit adapter quantization
 strategy evaluation metrics output progress checkpoint
 command_line cli demo_model merge adapted_model adapter_source comparison data_report plan dry_run
 """

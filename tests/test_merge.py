@@ -505,8 +505,7 @@ class TestRefusedBeforeWeightsLoad:
         assert text.endswith("name its folder with --base-model.")
 
     def test_base_of_another_size(self, lora: Path, tmp_path: Path):
-        other = tiny.build_model_folder(tmp_path / "base", hidden_size=32)
-        save_file({"unread": torch.zeros(1)}, other / "model.safetensors")
+        other = tiny.write_weights(tiny.build_model_folder(tmp_path / "base", hidden_size=32))
         assert "has shape" in refused(lora, tmp_path / "merged", base_model=str(other))
 
     def test_adapter_with_a_tensor_too_few_or_too_many(self, lora: Path, tmp_path: Path):

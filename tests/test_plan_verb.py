@@ -359,3 +359,12 @@ print(sorted(set({SLOW!r}) & set(sys.modules)), file=sys.stderr)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.strip() == "[]"
     assert "usage" in done.stdout if what == "help" else "accelerate launch" in done.stdout
+
+
+def test_plan_of_half_a_download_says_that_a_run_would_be_refused(model: str, capsys: pytest.CaptureFixture[str]):
+    asked = ["--model", model, "--gpus", "1xH100"]
+    assert any("A run would be refused: " in note for note in answer(capsys, *asked)["notes"])
+    (Path(model) / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert any("is a Git LFS pointer" in note for note in answer(capsys, *asked)["notes"])
+    (Path(model) / "model.safetensors").unlink()
+    assert answer(capsys, *asked, "--model.random_weights", "true")["notes"] == []

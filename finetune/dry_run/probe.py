@@ -118,6 +118,7 @@ def _prepare(folder: str, setting: Setting) -> tuple[Any, Any, "torch.optim.Opti
             dtype=dtype,
             seed=0,
             bits=setting.bits,
+            random_weights=True,
             device=strategies.loading_device(accelerator, strategy, quantised_bytes),
         )
     attach(model, setting, dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .. import config
+from .. import config, weight_files
 from ..command_line import parse
 from ..compatibility import STRATEGIES
 from ..errors import InputError, refuse_if_any
@@ -128,6 +128,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         trained_parameters(shape, read.setting(method))  # knows what an adapter can be asked for
     if shape.not_counted:
         notes.append(f"Of the model, {', '.join(shape.not_counted)} is not counted.")
+    notes += _on_weights(cfg.model)
     here = options.gpus is None
     host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
     disk = options.disk * GIB if options.disk else free_disk(Path(cfg.train.output_dir)) if here else None
@@ -148,6 +149,17 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         flags=tuple(flags.items()),
     )
     return Asked(question, cfg.model.path, cfg.model.revision, batch_is_given, tuple(notes))
+
+
+def _on_weights(model: config.Model) -> list[str]:
+    """What a run would say of the weights in a model's folder. A plan needs none."""
+    if model.random_weights or not Path(model.path).is_dir():
+        return []
+    try:
+        weight_files.shapes(weight_files.local_files(Path(model.path)))
+    except InputError as error:
+        return [f"A run would be refused: {error}"]
+    return []
 
 
 def setting_alone(arguments: Sequence[str], options: Options) -> tuple[dict[str, Any], Setting] | None:
