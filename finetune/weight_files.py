@@ -16,6 +16,7 @@ from .errors import InputError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """What transformers looks for, in this order."""
+ADAPTER = "adapter_config.json"
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -23,8 +24,14 @@ def local_files(folder: Path) -> list[Path]:
     """The safetensors files of a model's folder, all of which are there.
 
     Raises:
-        InputError: if there are none, if a part is missing, or if the index cannot be read or names files elsewhere.
+        InputError: if there are none, if a part is missing, if the index cannot be read or names files elsewhere, or
+            if an adapter lies beside them.
     """
+    if (folder / ADAPTER).is_file():
+        raise InputError(
+            f"model.path: {folder} holds {ADAPTER} beside a model, and transformers would load both; make one model of "
+            f"them with `finetune merge`, or move {ADAPTER} elsewhere."
+        )
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     if not (folder / INDEX).is_file():

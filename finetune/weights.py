@@ -42,7 +42,7 @@ def files(path: str, revision: str | None) -> list[Path]:
     from huggingface_hub import snapshot_download
 
     try:
-        names = [weight_files.ONE_FILE, weight_files.INDEX]
+        names = [weight_files.ONE_FILE, weight_files.INDEX, weight_files.ADAPTER]
         folder = Path(snapshot_download(path, revision=revision, allow_patterns=names))
         if not (folder / weight_files.ONE_FILE).is_file() and (folder / weight_files.INDEX).is_file():
             snapshot_download(path, revision=revision, allow_patterns=weight_files.parts(folder / weight_files.INDEX))
@@ -59,6 +59,11 @@ def problems(skeleton: PreTrainedModel, files: Sequence[Path]) -> list[str]:
     Args:
         skeleton: the model on the meta device, as its configuration describes it.
     """
+    if named := skeleton.config.to_dict().get("transformers_weights"):
+        return [
+            f"model.path: the config.json in {files[0].parent} names {named} as its weights, which are read from "
+            f"{weight_files.ONE_FILE} or {weight_files.INDEX} only; rename the file, and remove transformers_weights."
+        ]
     stored = weight_files.shapes(files)
     model_class: Any = type(skeleton)
     config: Any = copy.deepcopy(skeleton.config)

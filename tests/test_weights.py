@@ -254,6 +254,17 @@ def test_impossible_configuration_is_refused_with_a_sentence(
         train(folder)
 
 
+def test_weights_that_transformers_would_read_from_elsewhere_are_refused(folder: Path, train: Callable[..., Any]):
+    path, text = folder / "config.json", (folder / "config.json").read_text()
+    path.write_text(json.dumps(json.loads(text) | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(InputError, match=r"names other\.safetensors as its weights"):
+        train(folder)
+    path.write_text(text)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
+    with pytest.raises(InputError, match=r"holds adapter_config\.json beside a model"):
+        train(folder)
+
+
 def test_weights_of_a_hub_model_are_taken_from_its_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     commit = "0" * 40
     cached = tmp_path / "hub" / "models--owner--name"
