@@ -134,6 +134,7 @@ def trained_model(base: Path, config: dict[str, Any]) -> Any:
         seed=0,
         bits=None,
         device=torch.device("cpu"),
+        random_weights=True,
     )
     own = dict(config["adapter"])
     if (kind := own.pop("type")) != "none":

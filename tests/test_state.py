@@ -106,6 +106,7 @@ class Run:
                 seed=0,
                 bits=setting.bits,
                 device=self.accelerator.device,
+                random_weights=True,
             )
         if setting.adapter_rank:
             adapters.attach(
