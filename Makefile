@@ -26,7 +26,7 @@ test: $(VENV)/.test ops
 	python -m pytest
 
 parity: $(VENV)/.test ops
-	python -m pytest tests/test_parity.py tests/test_resume.py --record-parity
+	python -m pytest -m "prove or not prove" tests/test_parity.py tests/test_resume.py --record-parity
 	python -m benchmarks.parity_table
 	python -m benchmarks.resume_table
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import scenarios
+from covering import covered
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
@@ -26,10 +27,6 @@ TRAINED = [cell for cell in CELLS if refusal(cell) is None]
 REFUSED = [cell for cell in CELLS if refusal(cell) is not None]
 STEPS = 4
 LEARNING_RATES = {"sgd": 0.2, "lion_8bit": 3e-4}
-
-
-def name_of(cell: Cell) -> str:
-    return "-".join(str(part) for part in cell)
 
 
 def processes(strategy: str) -> int:
@@ -84,7 +81,7 @@ def run(
     return scenarios.read_metrics(folder / "run")
 
 
-@pytest.mark.parametrize("cell", TRAINED, ids=name_of)
+@pytest.mark.parametrize("cell", covered(TRAINED))
 def test_cell_trains_with_the_losses_of_one_process(
     cell: Cell, ranks: Any, weights_folder: Path, conversations: Path, tmp_path: Path, references: dict[Any, Any]
 ):
@@ -99,7 +96,7 @@ def test_cell_trains_with_the_losses_of_one_process(
     assert_parity(metrics, references[key], FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("cell", REFUSED, ids=name_of)
+@pytest.mark.parametrize("cell", covered(REFUSED))
 def test_cell_is_refused_with_its_sentence_before_weights_load(
     cell: Cell, weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -119,7 +116,7 @@ def test_cell_is_refused_with_its_sentence_before_weights_load(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("cell", REFUSED, ids=name_of)
+@pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: "-".join(map(str, cell)))
 def test_refusal_names_something_that_works(cell: Cell):
     for _ in range(3):  # following the first piece of advice each time ends in something that trains
         alternatives = advised(cell)
