@@ -1,4 +1,7 @@
-"""What a run leaves in its output folder: run.yaml, metrics.jsonl and final/."""
+"""What a run leaves in its output folder: run.yaml, metrics.jsonl and final/.
+
+final/ takes its name last. Where it stands, all else that belongs to the run has been written.
+"""
 
 import errno
 import importlib.metadata
@@ -18,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import adapter
+from .cache import flush
 from .errors import RunStopped
 
 PACKAGES = (
@@ -31,83 +35,96 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
-RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl")
 
 
-def problems(folder: Path, *, overwrite: bool, resumes: bool) -> list[str]:
-    """Why a run may not write into this folder, as sentences. Creates and removes nothing."""
-    if overwrite and resumes:
-        return ["train.overwrite replaces a run and checkpoint.resume goes on with it; set one of them."]
-    if folder.exists() and not folder.is_dir():
-        return [f"train.output_dir: {folder} is a file; name a folder."]
-    held = [name for name in (*RECORDS, "checkpoints", "final") if (folder / name).exists()]
-    if held and not overwrite and not resumes:
-        return [
-            f"train.output_dir: {folder} holds a run already ({', '.join(held)}); go on with it with "
-            "--checkpoint.resume auto, replace it with --train.overwrite true, or name another folder."
-        ]
-    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not os.access(parent, os.W_OK):
-        return [f"train.output_dir: {parent} cannot be written to; name another folder."]
-    return []
+def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """The lines of metrics.jsonl by their steps, and how many could not be read.
+
+    A machine that lost its power may leave any bytes. The last line of a killed run may be cut; it does not count.
+    """
+    path = folder / "metrics.jsonl"
+    written = path.read_bytes() if path.exists() else b""
+    lines: dict[int, dict[str, Any]] = {}
+    unread = 0
+    for line in written[: written.rfind(b"\n") + 1].splitlines():
+        try:
+            metrics = json.loads(line)
+        except (ValueError, RecursionError):
+            metrics = None
+        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+            lines[metrics["step"]] = metrics
+        else:
+            unread += 1
+    return lines, unread
 
 
-def prepare_folder(folder: Path) -> None:
-    """Create the folder; remove the records of an earlier run there. Its final/ stays until the new one is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in RECORDS:
-        (folder / name).unlink(missing_ok=True)
+def complete_metrics(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> int:
+    """Have each step up to this one stand in metrics.jsonl once, and none after it.
+
+    Args:
+        metrics: what the file may lack: whole lines, or figures of a line. Where both tell a figure, the file is right.
+
+    Returns:
+        Lines that could not be read; they are dropped.
+    """
+    lines, unread = read_metrics(folder)
+    lines |= {line["step"]: line | lines.get(line["step"], {}) for line in metrics}
+    kept = "".join(json.dumps(lines[known]) + "\n" for known in sorted(lines) if known <= step)
+    _replace_text(folder / "metrics.jsonl", kept)
+    return unread
 
 
-def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> int:
-    """Bring the records of a run to where it stood after a step: each step up to it stands in metrics.jsonl once.
+def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> list[str]:
+    """Bring the records of a run to where it stood after a step.
 
     Args:
         metrics: lines that may not have been written yet when the step's checkpoint was.
 
     Returns:
-        Lines that could not be read, as a machine that lost its power may leave them; they are dropped.
+        A line about each record that was damaged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "rejected.jsonl").unlink(missing_ok=True)  # told again by the reading of the data
-    path = folder / "metrics.jsonl"
-    written = path.read_bytes() if path.exists() else b""
-    whole = written[: written.rfind(b"\n") + 1].splitlines()  # the last line of a killed run may be cut
-    lines: dict[int, str] = {}
-    unread = 0
-    for line in whole:
-        try:
-            lines[json.loads(line)["step"]] = line.decode()
-        except ValueError:
-            unread += 1
-    lines = {**{line["step"]: json.dumps(line) for line in metrics}, **lines}
-    temporary = folder / "metrics.jsonl.tmp"
-    kept = "".join(lines[known] + "\n" for known in sorted(lines) if known <= step)
-    temporary.write_text(kept, encoding="utf-8")
-    temporary.replace(path)
-    return unread
+    unread = complete_metrics(folder, step, metrics)
+    lines = "1 line" if unread == 1 else f"{unread} lines"
+    told = [f"{folder / 'metrics.jsonl'}: {lines} could not be read and were dropped"] if unread else []
+    if (folder / "run.yaml").exists() and not read_run(folder):
+        told.append(f"{folder / 'run.yaml'} could not be read and is written anew")
+    return told
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run.yaml of a folder; empty where there is none, or none that can be read."""
+    path = folder / "run.yaml"
+    try:
+        run = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return run if isinstance(run, dict) else {}
 
 
 def identity_of_run(folder: Path) -> dict[str, Any]:
     """The id of the run in a folder, and the launcher that it was started by; empty where there is none."""
-    record = folder / "run.yaml"
-    run: dict[str, Any] = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {}
+    run = read_run(folder)
     return {key: run[key] for key in ("id", "launcher") if key in run}
 
 
 def finished_steps(folder: Path) -> int:
     """Optimizer steps of the run in this folder, if its own result lies in final/; else 0."""
-    record = folder / "final" / "run.yaml"
-    result: dict[str, Any] = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {}
+    result = read_run(folder / "final")
     own = "id" in result and result["id"] == identity_of_run(folder).get("id")
     return int(result["steps"]) if own else 0
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:
     """Write run.yaml: the old one or the new one is there at any instant, never half of one."""
-    temporary = folder / "run.yaml.tmp"
-    temporary.write_text(yaml.safe_dump(run, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    temporary.replace(folder / "run.yaml")
+    _replace_text(folder / "run.yaml", yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
 
 
 class Journal:
@@ -135,6 +152,13 @@ class Journal:
             return sentences
         self._waiting, self._told = [], False
         return []
+
+    def close(self) -> list[str]:
+        """Try once more to add the lines that wait; returns a sentence if they are lost."""
+        self.append([])
+        return [f"{self.path} lacks its last {len(self._waiting)} lines, which could not be written"] * bool(
+            self._waiting
+        )
 
 
 def _append(content: bytes, path: Path) -> None:
@@ -251,7 +275,12 @@ def save_final(
         for _ in working:
             pass
     if card is not None:
-        replace(temporary, folder / "final")
+        try:
+            replace(temporary, folder / "final")
+        except OSError as error:
+            raise RunStopped(
+                f"{temporary} is complete, but could not be renamed to final ({error.strerror or error}); rename it."
+            ) from error
 
 
 def replace(temporary: Path, final: Path) -> None:

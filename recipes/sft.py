@@ -28,6 +28,7 @@ from finetune import (
     data,
     evaluation,
     output,
+    output_folder,
     packing_support,
     quantization,
     sources,
@@ -75,13 +76,21 @@ def main(cfg: Config) -> None:
     launcher = strategies.launcher_of(strategy)
     if strategies.was_restarted() and output.identity_of_run(folder).get("launcher") == launcher:
         resume, overwrite = "auto", False  # the launcher goes on with what it has begun
+    named = data.named_sources(cfg.data.train) + data.named_sources(cfg.data.eval)
+    folder_problems = partial(
+        output_folder.problems,
+        folder,
+        overwrite=overwrite,
+        resumes=resuming.is_in(resume, folder),
+        inputs=[source.path for source in named] + [file for file in [cfg.data.chat_template] if file],
+    )
     refuse_if_any(
         strategies.problems(strategy, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, rows_at_least(cfg.train), strategy.world_size)
         + models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
-        + sources.problems(data.named_sources(cfg.data.train) + data.named_sources(cfg.data.eval))
+        + sources.problems(named)
         + data.held_out_problems(data.named_sources(cfg.data.eval))
-        + output.problems(folder, overwrite=overwrite, resumes=resuming.is_in(resume, folder))
+        + folder_problems()
         + question_problems(cfg.eval.prompts, cfg.data.eval)
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + unused_adapter_keys(cfg.adapter)
@@ -160,7 +169,7 @@ def main(cfg: Config) -> None:
 
     with checkpoint.hold(folder) if is_first_process() else nullcontext():  # one run at a time works in a folder
         if is_first_process():  # what the folder held may have changed while it was waited for
-            refuse_if_any(output.problems(folder, overwrite=overwrite, resumes=resuming.is_in(resume, folder)))
+            refuse_if_any(folder_problems())
 
         # Start: from here on the processes work together.
         accelerator = strategies.start(

@@ -81,7 +81,7 @@ LAYERS_FROM_THE_LOWEST = """
 loss schedule row_order flops errors config randomness rounding packing compatibility hardware shipped
 sources formats messages rendering chat encoding pipeline cache preparation rows batches data streaming \
 weight_files weights model attention packing_support optimizer eight_bit adapter quantization
-strategy evaluation metrics output progress checkpoint
+strategy evaluation metrics output output_folder progress checkpoint
 command_line cli demo_model merge adapted_model adapter_source comparison data_report plan dry_run
 """
 LAYERS = [set(line.split()) for line in LAYERS_FROM_THE_LOWEST.strip().splitlines()]

@@ -10,7 +10,7 @@ import yaml
 from scenarios import configuration, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import output
+from finetune import output_folder
 from finetune.errors import InputError
 from recipes.sft import main
 
@@ -81,13 +81,13 @@ def test_overwriting_removes_the_records_of_the_run_and_neither_its_result_nor_a
     (tmp_path / "final").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "notes.txt").write_text("mine")
-    assert output.problems(tmp_path, overwrite=True, resumes=False) == []
-    output.prepare_folder(tmp_path)
+    assert output_folder.problems(tmp_path, overwrite=True, resumes=False) == []
+    output_folder.prepare_folder(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "final"}
 
 
 def test_output_folder_that_is_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
-    assert "is a file" in output.problems(tmp_path / "file", overwrite=False, resumes=False)[0]
-    assert output.problems(tmp_path / "new" / "folder", overwrite=False, resumes=False) == []
+    assert "is a file" in output_folder.problems(tmp_path / "file", overwrite=False, resumes=False)[0]
+    assert output_folder.problems(tmp_path / "new" / "folder", overwrite=False, resumes=False) == []
     assert not (tmp_path / "new").exists()

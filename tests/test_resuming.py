@@ -370,9 +370,26 @@ def test_adapter_is_not_resumed_in_another_precision(resume, monkeypatch: pytest
 
 def test_records_that_a_power_loss_has_damaged_are_mended(killed: Path, resume, capsys: pytest.CaptureFixture[str]):
     lines = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (killed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + b"\0" * 40 + b"\n")
+    others = b'12\nnull\n["a"]\n{"loss": 1}\n{"step": "3"}\n{"step": true}\n' + b"[" * 10**5 + b"\n"
+    damage = b"\0" * 40 + b"\n" + b"\0" * 41 + b"\n" + b"1\0\0\0\n" + others + b"\xff{}\n"
+    (killed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + damage + lines[3])
+    (killed / "run.yaml").write_bytes(b"\0" * 512)
     assert [line["step"] for line in resume()] == [1, 2, 4, 5, 6]
-    assert "1 lines could not be read" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "metrics.jsonl: 11 lines could not be read and were dropped" in said
+    assert "run.yaml could not be read and is written anew" in said
+    assert finished_steps(killed) == 6
+
+
+def test_link_in_the_place_of_an_earlier_result_is_left_aside(
+    killed: Path, tmp_path: Path, resume, capsys: pytest.CaptureFixture[str]
+):
+    (killed / "final").mkdir()
+    (tmp_path / "mine").mkdir()
+    (killed / "final.old").symlink_to(tmp_path / "mine")
+    resume()
+    assert "final.old is a link, not a result; it was left aside as final.old.left-behind-1" in capsys.readouterr().out
+    assert finished_steps(killed) == 6
 
 
 def test_lines_wait_while_their_folder_is_gone(tmp_path: Path):

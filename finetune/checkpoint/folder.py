@@ -4,7 +4,6 @@
 is being removed; the next checkpoint clears such names away. One run at a time works in a folder (``hold``).
 """
 
-import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from ..cache import flush
 from ..errors import InputError
+from ..output_folder import leave_behind
 from . import manifest
 
 STEP = re.compile(r"step-([0-9]{8,})")
@@ -94,19 +94,13 @@ def remove_older(folder: Path, keep: int) -> None:
         remove(path)
 
 
-def leave_behind(folder: Path, step: int) -> list[Path]:
+def leave_later_behind(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints after a step from which a run goes on: they are not resumed from, nor counted, any more.
 
     Returns:
         Where they lie now, for a person to remove.
     """
-    moved = []
-    for path in in_place(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            numbers = itertools.count(1)
-            names = (path.with_name(f"{path.name}.left-behind-{number}") for number in numbers)
-            moved.append(path.rename(next(name for name in names if not name.exists())))
-    return moved
+    return [leave_behind(path) for path in in_place(folder) if int(path.name.removeprefix("step-")) > step]
 
 
 def remove_all(run: Path) -> None:

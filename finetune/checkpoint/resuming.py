@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import output
+from .. import output, output_folder
 from ..optimizer import state_bytes_of_weight
-from .folder import checkpoints_of, leave_behind, remove_all
+from .folder import checkpoints_of, leave_later_behind, remove_all
 from .reader import Checkpoint
 
 SAME_RUN = {
@@ -170,9 +170,8 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
     if checkpoint is None:
         if overwrite:
             remove_all(run)
-        output.prepare_folder(run)
-        return []
-    unread = output.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
-    told = [f"{run / 'metrics.jsonl'}: {unread} lines could not be read and were dropped"] if unread else []
-    later = leave_behind(checkpoints_of(run), checkpoint.step)
+        return output_folder.prepare_folder(run) + output_folder.leave_links_aside(run)
+    told = output.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
+    told += output_folder.leave_links_aside(run)
+    later = leave_later_behind(checkpoints_of(run), checkpoint.step)
     return told + [f"{path} is left behind, the run goes on without it; remove it when you like" for path in later]
