@@ -234,5 +234,5 @@ def configuration(case: Case, model_folder: Path, rows: Path, output: Path, *, s
             "activation_checkpointing": "full" if s.activation_checkpointing else "none",
             "plan_check": "off",
         },
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, "at_end": False},
     }

@@ -154,8 +154,11 @@ class Train(Section):
 
 class Checkpoint(Section):
     every: NonNegativeInt = 500
-    """Optimizer steps between checkpoints; 0: only when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run. Writing goes
-    on beside training."""
+    """Optimizer steps between checkpoints; 0: none. A signal (SIGTERM, SIGINT, SIGUSR1) that ends the run leaves one in
+    any case. Writing goes on beside training."""
+    at_end: bool = True
+    """The last step leaves a checkpoint too, so that the run can go on with more steps: with a larger train.steps or
+    train.epochs, and checkpoint.resume auto."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept; an older one is deleted when a newer one is complete."""
     resume: str = "none"

@@ -277,8 +277,8 @@ def main(cfg: Config) -> None:
         if resumes_from:
             refuse_if_any(resuming.weight_problems(resumes_from, trained_shapes))
         checkpoint_bytes = resuming.bytes_of(trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights)
-        saves = work.steps // cfg.checkpoint.every if cfg.checkpoint.every else 0
-        refuse_if_any(checkpoint.room_problems(folder, checkpoint_bytes, at_once=min(cfg.checkpoint.keep + 1, saves)))
+        at_once = resuming.checkpoints_at_once(cfg.checkpoint, work.steps)
+        refuse_if_any(checkpoint.room_problems(folder, checkpoint_bytes, at_once=at_once))
         if recompute:
             models.recompute_activations(model)
         optimizer = build_optimizer(
@@ -323,6 +323,9 @@ def main(cfg: Config) -> None:
                 expected_bytes=checkpoint_bytes,
             )
 
+            def evaluates_after(step: int) -> bool:
+                return step == work.steps or is_due(step, cfg.eval.every)
+
             def last_checkpoint() -> str:
                 saver.finish()
                 newest = checkpoint.describe_newest(folder)
@@ -333,8 +336,9 @@ def main(cfg: Config) -> None:
             progress: dict[str, Any] = {"step": 0, "metrics": [], "counters": None, "answers": {}, "eval_loss": None}
             if resumes_from:
                 checkpoint.restore(resumes_from, strategy, accelerator, model, optimizer, weights_only=weights_only)
-                progress = resumes_from.contents["progress"]
-                for line in resuming.describe(resumes_from, **same_run, weights_only=weights_only):
+                progress |= resumes_from.contents["progress"]
+                length: dict[str, Any] = {"steps": work.steps, "tokens_of": lambda step: work.step(step).trained_tokens}
+                for line in resuming.describe(resumes_from, **same_run, weights_only=weights_only, **length):
                     screen.say(line)
             metrics_file = output.Journal(folder / "metrics.jsonl")
             rejected_file = output.Journal(folder / "rejected.jsonl")
@@ -344,7 +348,18 @@ def main(cfg: Config) -> None:
                 output.write_run(folder, record)
                 own_files = None if isinstance(cfg.data.eval, float) else held_out
                 rejected_file.append(chain(work.newly_rejected(), data.rejected_lines(own_files)))
-            if not resumes_from:
+            if resumes_from:
+                # The run may have ended between the checkpoint of a step and the evaluation after it: make up for it.
+                step, metrics = progress["step"], progress["metrics"][-1]
+                if goes_on:
+                    metrics |= gather_object([output.read_metrics(folder)[0].get(step, {})])[0]
+                is_lacking = "eval_loss" not in metrics and (goes_on or step == work.steps)
+                if held_out and is_lacking and evaluates_after(step):
+                    metrics["eval_loss"] = evaluate(held_out)
+                    screen.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
+                    if accelerator.is_main_process:
+                        output.complete_metrics(folder, step, [metrics])
+            else:
                 if held_out:
                     progress["eval_loss"] = evaluate(held_out)
                     screen.say(f"held-out loss before training: {progress['eval_loss']:.4f}")
@@ -406,21 +421,23 @@ def main(cfg: Config) -> None:
                     skipped=accelerator.optimizer_step_was_skipped,
                 )
                 asked_to_end, save_failed = interruption.agree(interruption.asked, saver.failed)
-                evaluates = not asked_to_end and (step == work.steps or is_due(step, cfg.eval.every))
-                saves_now = asked_to_end or is_due(step, cfg.checkpoint.every)
+                evaluates = not asked_to_end and evaluates_after(step)
+                saves_at_end = cfg.checkpoint.at_end and step == work.steps
+                saves_now = asked_to_end or saves_at_end or is_due(step, cfg.checkpoint.every)
                 if evaluates or saves_now:
                     finished += meter.flush()
-                if evaluates and held_out:
-                    finished[-1]["eval_loss"] = evaluate(held_out)
-                    meter.restart_clock()
                 if save_failed:
                     saver.give_up()
-                if saves_now:
+                if saves_now:  # before the evaluation, which may take long, and is made up for by a run that goes on
                     progress |= {"step": step, "metrics": finished, "counters": meter.counters}
+                    progress["measured"] = meter.measured()
                     stalled = checkpoint.save(
                         saver, strategy, accelerator, model, optimizer, run=record, progress=progress
                     )
                     finished[-1]["save_stall_seconds"] = stalled
+                    meter.restart_clock()
+                if evaluates and held_out:
+                    finished[-1]["eval_loss"] = evaluate(held_out)
                     meter.restart_clock()
                 rejected = work.newly_rejected()
                 for metrics in finished:
@@ -436,16 +453,17 @@ def main(cfg: Config) -> None:
                         f"{strategies.name_of(asked_to_end)} ended the run after step {step} of {work.steps}; {ending}."
                     )
             saver.finish()
-            for problem in saver.problems():
+            for problem in saver.problems() + metrics_file.close() + rejected_file.close():
                 screen.say(problem)
 
             # Result.
             metrics = finished[-1] if finished else progress["metrics"][-1]
             if held_out:
-                record["eval_loss"] = {
-                    "before": progress["eval_loss"],
-                    "after": metrics.get("eval_loss") or evaluate(held_out),
-                }
+                record["eval_loss"] = {"before": progress["eval_loss"], "after": metrics["eval_loss"]}
+            measured = meter.measured() if finished else progress.get("measured", meter.measured())
+            record["measured"] = measured
+            if accelerator.is_main_process:  # before final/, whose name stands for a run that is finished
+                output.write_run(folder, record)
             answers_after = answers()
             with strategies.one_writes():
                 output.save_final(
@@ -463,11 +481,8 @@ def main(cfg: Config) -> None:
         if held_out:
             before, after = record["eval_loss"].values()
             screen.say(f"held-out loss: {before:.4f} before, {after:.4f} after training")
-        measured = meter.measured()
         for line in planned.compare(**measured) if planned else []:
             screen.say(line)
-        if accelerator.is_main_process:
-            output.write_run(folder, record | {"measured": measured})
         if asked:
             screen.answers(progress["answers"], answers_after)
         if cfg.adapter.type == "none":

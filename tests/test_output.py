@@ -36,8 +36,9 @@ def test_metrics_have_one_line_per_step_with_the_documented_keys(run: Path):
     metrics = read_metrics(run)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
     keys = {"step", "loss", "tokens", "total_tokens", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second"}
-    assert all(set(m) - {"eval_loss"} == keys for m in metrics)
+    assert all(set(m) - {"eval_loss", "save_stall_seconds"} == keys for m in metrics)
     assert [m["step"] for m in metrics if "eval_loss" in m] == [2, 4, 5]
+    assert [m["step"] for m in metrics if "save_stall_seconds" in m] == [5]
     assert all(m["tokens"] < m["total_tokens"] for m in metrics)
 
 

@@ -233,10 +233,13 @@ def test_disk_without_room_for_the_checkpoints_is_told_before_training(
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(checkpoint.looking.shutil, "disk_usage", lambda path: usage)
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **EVERY)
-    with pytest.raises(InputError, match=r"3 checkpoints of 0\.00 GiB lie in .*lower checkpoint\.keep"):
+    with pytest.raises(InputError, match=r"3 checkpoints of 0\.00 GiB must fit in .*lower checkpoint\.keep"):
         sft.main(config)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     few = {**EVERY, "checkpoint__every": 0}
+    with pytest.raises(InputError, match=r"1 checkpoint of 0\.00 GiB must fit in .*--checkpoint\.at_end false"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **few))
+    few["checkpoint__at_end"] = False
     sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **few))
 
 

@@ -132,4 +132,8 @@ def _card(checkpoint: Checkpoint, run: dict[str, Any]) -> str:
     """The README.md: that of a run's result, of the step of the checkpoint."""
     progress = checkpoint.contents["progress"]
     evaluated = {**run, "eval_loss": {"before": progress["eval_loss"]}}
-    return output.model_card(run["config"]["model"]["path"], evaluated, progress["metrics"][-1])
+    metrics, folder = progress["metrics"][-1], checkpoint.path.absolute().parent.parent
+    of_this_run = output.identity_of_run(folder).get("id", "") == run.get("id")
+    if of_this_run:  # which evaluates a step after its checkpoint was written
+        metrics = metrics | output.read_metrics(folder)[0].get(checkpoint.step, {})
+    return output.model_card(run["config"]["model"]["path"], evaluated, metrics)

@@ -94,7 +94,7 @@ def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str
         return []
     size, room = (f"{amount / 2**30:.2f} GiB" for amount in (checkpoint_bytes, free))
     return [
-        f"train.output_dir: {at_once} checkpoints of {size} lie in {run} at a time (those of checkpoint.keep, and the "
-        f"one that is written), and {room} are free; make room, lower checkpoint.keep, or write none with "
-        "--checkpoint.every 0."
+        f"train.output_dir: {at_once} checkpoint{'s' if at_once > 1 else ''} of {size} must fit in {run} at a time "
+        f"(those of checkpoint.keep, and the one being written), and {room} are free; make room, lower "
+        "checkpoint.keep, or write none with --checkpoint.every 0 --checkpoint.at_end false."
     ]

@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import output, output_folder
+from ..config import Checkpoint as Settings
 from ..optimizer import state_bytes_of_weight
+from ..schedule import learning_rate
 from .folder import checkpoints_of, leave_later_behind, remove_all
 from .reader import Checkpoint
 
@@ -32,6 +34,7 @@ NEVER_TOLD = (
     "train.overwrite",
     "train.plan_check",
     "checkpoint.every",
+    "checkpoint.at_end",
     "checkpoint.keep",
     "checkpoint.resume",
     "log.every",
@@ -129,19 +132,57 @@ def restarts_optimizer(checkpoint: Checkpoint, weights_only: bool) -> bool:
     return weights_only and not checkpoint.contents["run"]["config"]["checkpoint"]["resume_weights_only"]
 
 
-def describe(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, weights_only: bool) -> list[str]:
-    """Lines for the run's output: where it goes on, and what is configured otherwise than before."""
+def describe(
+    checkpoint: Checkpoint,
+    now: Mapping[str, Any],
+    *,
+    precision: str,
+    weights_only: bool,
+    steps: int,
+    tokens_of: Callable[[int], int],
+) -> list[str]:
+    """Lines for the run's output: where it goes on, and what is configured otherwise than before.
+
+    Args:
+        steps: of the whole run, as it is configured now.
+        tokens_of: tells the trained tokens of a step of it. Asked only where the run had another length.
+    """
     before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
         lines.append("the optimizer starts anew, as checkpoint.resume_weights_only asks")
     if (rounded := checkpoint.contents["run"]["strategy"]["precision"]) != precision:
         lines.append(f"changed since then: mixed precision {rounded} -> {precision}")
+    if checkpoint.contents["run"]["steps"] != steps:
+        lines.append(_other_length(checkpoint, now, steps=steps, tokens=tokens_of(checkpoint.step)))
     return lines + [
         f"changed since then: {key} {before.get(key)} -> {value}"
         for key, value in after.items()
         if key in before and before[key] != value and key not in NEVER_TOLD
     ]
+
+
+def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int, tokens: int) -> str:
+    """What it means for learning rate and rows that the run has another number of steps than before."""
+    run, last = checkpoint.contents["run"], checkpoint.step
+    before = _rates(run["config"]["train"], run["steps"], last)
+    after = _rates(now["train"], steps, min(last + 1, steps))
+    then = "the learning rate goes on as it was"
+    if before != after[:last]:
+        rates = f"{before[-1]:.2e} in step {last}" + (f", {after[-1]:.2e} in step {last + 1}" if last < steps else "")
+        then = (
+            f"the learning rate follows the schedule of {steps} steps from here on ({rates}), so the losses are not "
+            "those of an uninterrupted run"
+        )
+    if checkpoint.contents["progress"]["metrics"][-1]["tokens"] != tokens:
+        then += f"; step {last} was a short one, and the rows that it would have now are left out"
+    return f"the run now has {steps} steps, not {run['steps']}: {then}"
+
+
+def _rates(train: Mapping[str, Any], total_steps: int, steps: int) -> list[float]:
+    """Learning rates of the first steps of a run, by its section ``train``."""
+    shape = {"peak": train["learning_rate"], "schedule": train["schedule"], "warmup_ratio": train["warmup_ratio"]}
+    return [learning_rate(step, total_steps=total_steps, **shape) for step in range(1, steps + 1)]
 
 
 def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:
@@ -175,3 +216,10 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
     told += output_folder.leave_links_aside(run)
     later = leave_later_behind(checkpoints_of(run), checkpoint.step)
     return told + [f"{path} is left behind, the run goes on without it; remove it when you like" for path in later]
+
+
+def checkpoints_at_once(settings: Settings, steps: int) -> int:
+    """Checkpoints that lie in an output folder at a time, at most: those that are kept, and the one being written."""
+    every = settings.every or steps + 1
+    at_end = settings.at_end and steps % every > 0
+    return min(settings.keep + 1, steps // every + at_end)
