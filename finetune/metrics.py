@@ -42,9 +42,9 @@ class Meter:
         self.peak_flops = peak_flops
         self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
         self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
-        self.counters = dict.fromkeys(("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row"), 0)
-        self.counters |= counters or {}
-        """Steps that were left out so far: because fp16 overflowed, and because a figure was not finite."""
+        kinds = ("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row", "left_out_steps")
+        self.counters = dict.fromkeys(kinds, 0) | (counters or {})
+        """Steps that were left out so far: because fp16 overflowed, because a figure was not finite, and for either."""
         self.clock = time.perf_counter()
         self.speeds: list[float] = []
         self.peak_memory_gib = 0.0
@@ -120,6 +120,7 @@ class Meter:
         figures = gathered.double()  # processes x (micro-batches, gradient norm, memory)
         losses, grad_norm, peak_memory_gib = figures[:, :-2], figures[0, -2].item(), figures[:, -1].max().item()
         bad = self._count_if_bad(known, losses, grad_norm)
+        self.counters["left_out_steps"] += bool(bad) or known["skipped"]
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         metrics = {
@@ -170,6 +171,21 @@ class Meter:
                 "train.learning_rate; fp16 also overflows where bf16 does not."
             )
         return {"not_finite": figure, "bad_steps": self.counters["bad_steps"], "rows": rows}
+
+    def result_problem(self, steps: int) -> str | None:
+        """Why a run has no result, as a sentence: it ended with the weights that it began with.
+
+        Args:
+            steps: of the whole run, all of which were read.
+        """
+        if self.counters["left_out_steps"] < steps:
+            return None
+        which = "The only step" if steps == 1 else f"None of the {steps:,} steps"
+        return (
+            f"{which} of this run changed {'no' if steps == 1 else 'a'} weight, because losses or gradients were not "
+            "finite. There is no result, and no final/ was written. Look at the rows that metrics.jsonl names and at "
+            "the model's weights, or lower train.learning_rate; fp16 also overflows where bf16 does not."
+        )
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what was done between the steps."""

@@ -41,7 +41,7 @@ from finetune import strategy as strategies
 from finetune.cache import key_of
 from finetune.checkpoint import resuming
 from finetune.command_line import is_first_process, run
-from finetune.errors import InputError, RunInterrupted, refuse_if_any
+from finetune.errors import InputError, RunInterrupted, RunStopped, refuse_if_any
 from finetune.flops import training_flops_per_token
 from finetune.loss import token_loss_sum
 from finetune.metrics import Meter
@@ -457,6 +457,9 @@ def main(cfg: Config) -> None:
                 screen.say(problem)
 
             # Result.
+            if nothing_learnt := meter.result_problem(work.steps):
+                interruption.expect_the_end()
+                raise RunStopped(nothing_learnt)
             metrics = finished[-1] if finished else progress["metrics"][-1]
             if held_out:
                 record["eval_loss"] = {"before": progress["eval_loss"], "after": metrics["eval_loss"]}

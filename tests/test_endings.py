@@ -20,7 +20,7 @@ from finetune import config, output
 from finetune.checkpoint import newest
 from finetune.checkpoint.export import export
 from finetune.checkpoint.resuming import checkpoints_at_once
-from finetune.errors import InputError, RunInterrupted
+from finetune.errors import InputError, RunInterrupted, RunStopped
 from finetune.schedule import learning_rate
 from recipes import sft
 
@@ -306,3 +306,45 @@ def test_line_that_could_not_be_written_is_added_before_the_result(
     run = train()
     assert "metrics.jsonl cannot be written (No space left on device); its lines wait" in capsys.readouterr().out
     assert [line["step"] for line in timeless(run)] == [1, 2, 3, 4]
+
+
+# -- nothing was learnt ----------------------------------------------------------------------------------------------
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factors: list[float]) -> None:
+    """Multiply the losses, one call after the other; the first is the rehearsal's."""
+    original, left = sft.token_loss_sum, iter(factors)
+    monkeypatch.setattr(sft, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
+
+
+NAN = float("nan")
+
+
+def test_run_of_which_no_step_changed_the_weights_has_no_result(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    spoil(monkeypatch, [1, NAN, NAN])
+    with pytest.raises(RunStopped, match=r"None of the 2 steps of this run changed a weight.*no final/ was written"):
+        train(train__steps=2, train__max_bad_steps=5)
+    monkeypatch.undo()
+    with pytest.raises(RunStopped, match="None of the 2 steps"):  # nor when it is started again
+        train(train__steps=2, train__max_bad_steps=5)
+    run = train(train__steps=3)  # the next step is a good one
+    assert output.finished_steps(run) == 3
+
+
+def test_earlier_result_outlives_a_run_without_one(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    run = train(train__steps=1)
+    before = weights(run)
+    spoil(monkeypatch, [1, NAN])
+    with pytest.raises(RunStopped, match="The only step of this run changed no weight"):
+        train(train__steps=1, train__overwrite=True, checkpoint__resume="none", train__seed=1)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(run).items())
+    assert output.finished_steps(run) == 0
+
+
+def test_run_of_which_one_step_changed_the_weights_has_a_result(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    spoil(monkeypatch, [1, NAN, 1, NAN])
+    assert output.finished_steps(train(train__steps=3)) == 3
