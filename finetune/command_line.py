@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from . import start_up
 from .errors import InputError, RunInterrupted, RunStopped
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -65,12 +66,14 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
 def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
     """Entry point of a recipe's script: parse the flags, run ``main``, and make exit codes of its errors.
 
-    2: wrong input. 1: a run that had to stop. 75: a run that was asked to end, and saved.
+    2: wrong input. 1: a run that had to stop. 75: a run that was asked to end, and saved. Before training a signal ends
+    the process itself, and nothing is saved: 128 + its number to a shell.
 
     The sentences of an error are printed once however many processes run: the first process prints and
     ends, upon which the launcher ends the others. Where that does not happen, on another machine or because the first
     process came to no error, the next one speaks after a while.
     """
+    start_up.end_at_once()
     from .strategy import leave
 
     try:

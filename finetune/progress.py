@@ -27,6 +27,7 @@ class Preparing:
     def __enter__(self) -> "Preparing":
         if self.status:
             self.status.start()
+            self.console.show_cursor(True)  # a signal may end the process at once, and leave it hidden
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -67,6 +68,7 @@ class Screen:
     def __enter__(self) -> "Screen":
         self.task = self.bar.add_task("", total=self.total_steps, figures="")
         self.bar.start()
+        self.console.show_cursor(True)  # as above
         self.seconds, self.steps = 0.0, 0
         return self
 

@@ -7,6 +7,11 @@ The strategy file decides how the work is spread, and never changes the result. 
 `python recipes/sft.py ...` runs on one process.
 """
 
+from finetune import start_up
+
+if __name__ == "__main__":
+    start_up.end_at_once()  # on a signal, from here on: the imports below take seconds
+
 import json
 import math
 from contextlib import nullcontext
@@ -366,6 +371,7 @@ def main(cfg: Config) -> None:
                 progress["answers"] = answers()
 
             # Training.
+            interruption.take_signals()
             model.train()
             meter = Meter(
                 accelerator,

@@ -1,4 +1,4 @@
-"""Signals: noted at once, agreed on later; a second one ends the process, wherever it stands."""
+"""Signals while a run trains: noted at once, agreed on later; a second one ends the process, wherever it stands."""
 
 import os
 import signal
@@ -7,16 +7,20 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import scenarios
 
 from finetune import strategy as strategies
+from recipes import sft
 
 ALONE = strategies.Strategy("single", 0, 1, 1, "no", True)
 STUCK = """
     import ctypes, sys
     from finetune import strategy as strategies
-    with strategies.Interruption(strategies.Strategy("single", 0, 1, 1, "no", True)):
+    with strategies.Interruption(strategies.Strategy("single", 0, 1, 1, "no", True)) as interruption:
+        interruption.take_signals()
         print("ready", flush=True)
         ctypes.PyDLL(None).usleep(0)
         ctypes.CDLL(None).sleep(60)  # as in a collective: Python handles no signal there
@@ -24,17 +28,59 @@ STUCK = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_is_noted_and_the_earlier_handler_comes_back(number: signal.Signals):
+def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(number: signal.Signals):
     before = signal.getsignal(number)
     with strategies.Interruption(ALONE) as interruption:
+        assert signal.getsignal(number) == before
+        interruption.take_signals()
         assert interruption.agree(interruption.asked) == [0]
         os.kill(os.getpid(), number)
         wait_until(lambda: interruption.asked)
         assert interruption.agree(interruption.asked) == [number]
-        os.kill(os.getpid(), number)  # the terminal's and the launcher's are one
-        time.sleep(0.2)
     assert signal.getsignal(number) == before
+    assert signal.set_wakeup_fd(-1) == -1
     assert strategies.name_of(number) == number.name
+
+
+def test_signals_of_the_terminal_and_of_the_launcher_are_one():
+    with strategies.Interruption(ALONE) as interruption:
+        interruption.take_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: interruption.asked)
+        os.kill(os.getpid(), signal.SIGTERM)  # ends the process, if it is taken for the second
+        time.sleep(0.2)
+        assert interruption.asked == signal.SIGTERM
+
+
+def test_second_interrupt_of_a_notebook_raises_keyboard_interrupt_and_spares_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("finetune.strategy.interruption.SAME_SECONDS", 0.1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with strategies.Interruption(ALONE) as interruption:
+        interruption.take_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: interruption.asked)
+        time.sleep(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # in which the thread would end the process
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_of_a_notebook_before_the_first_step_raises_keyboard_interrupt(
+    model_folder: Path, conversations: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*args: Any, **kwargs: Any) -> float:
+        signal.raise_signal(signal.SIGINT)
+        return 0.0
+
+    monkeypatch.setattr(sft.evaluation, "evaluate", interrupted)  # called first before training
+    changes = {"data__eval": str(held_out), "train__steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_second_signal_ends_a_process_that_is_stuck_in_a_collective(tmp_path: Path):
@@ -52,6 +98,7 @@ def test_second_signal_ends_a_process_that_is_stuck_in_a_collective(tmp_path: Pa
 
 def test_warning_before_the_end_does_not_make_the_end_a_second_signal():
     with strategies.Interruption(ALONE) as interruption:
+        interruption.take_signals()
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: interruption.asked)
         time.sleep(2.5)
@@ -72,6 +119,7 @@ def agree_on_a_signal_to_the_last() -> dict:
     PartialState(backend="gloo")
     strategy = strategies.asked_for()
     with strategies.Interruption(strategy) as interruption:
+        interruption.take_signals()
         if strategy.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_until(lambda: interruption.asked)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from killing import Trial, a_kill
+from killing import STARTING, Kill, Trial, a_kill
 from launching import LaunchServer
 
 if sys.platform != "linux":
@@ -84,3 +84,18 @@ def test_run_that_is_killed_and_started_again_is_the_undisturbed_run_to_the_bit(
     ranks = {event["rank"] for event in disturbed.starts[-1].events() if "trains" in event}
     assert ranks == set(range(processes))
     disturbed.check(reference)
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGINT, "everyone"), (signal.SIGUSR1, "one rank"), (signal.SIGKILL, "launcher")],
+    ids=["SIGINT", "SIGUSR1", "launcher"],
+)
+def test_processes_end_at_once_before_the_first_step(number: int, to: str, trial: Callable[[str, list[str]], Trial]):
+    disturbed = trial("starting", LORA)
+    killed = disturbed.kill("ddp", 2, Kill(number, to, "starting", fraction=0.3))
+    assert {event["rank"] for event in disturbed.starts[0].events() if "pid" in event} == {0, 1}
+    assert killed is not None
+    assert (killed.phase, killed.last_step) == (STARTING, 0)
+    assert killed.gone_seconds < 5
+    assert killed.code not in (0, 75)

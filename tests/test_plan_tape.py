@@ -1,5 +1,6 @@
 """What autograd keeps for the backward pass, byte for byte, in real small models and on the planner's tape."""
 
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -205,6 +206,16 @@ def test_layers_that_pass_as_a_lump_weigh_what_they_weigh_one_by_one(
 
 def one(memory: Memory, node: Node | None = None, kind: str = "activations") -> Tensor:
     return Tensor(Storage(memory, 512, kind), 128, 4, node)
+
+
+def test_release_of_a_storage_runs_no_python_code_in_which_an_interrupt_would_be_dropped():
+    memory, called = Memory(), []
+    storage = Storage(memory, 512)
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_name) if event == "call" else None)
+    del storage
+    sys.setprofile(None)
+    assert called == []
+    assert memory.total == sum(memory.live.values()) == 0
 
 
 def test_backward_runs_the_latest_operation_first_and_each_when_all_its_gradients_are_there():

@@ -30,26 +30,60 @@ class Memory:
             block_bytes: to whose multiples each storage is rounded up; 1 counts exactly.
         """
         self.adds_in_place, self.block_bytes = adds_in_place, block_bytes
-        self.live = dict.fromkeys(KINDS, 0)
-        self.total = 0
-        self.peak, self.at_peak, self.peak_phase = 0, dict(self.live), ""
+        self._live, self._total = dict.fromkeys(KINDS, 0), 0
+        self._blocks: set[_Block] = set()
+        self._freed: deque[_Block] = deque()
+        self.peak, self.at_peak, self.peak_phase = 0, dict(self._live), ""
         self.phase, self.kind = "", "activations"
         self.phases: dict[str, int] = {}
         """Peak of each phase."""
         self.course: list[tuple[str, int]] = []
         """Phase and live bytes after each allocation."""
 
-    def take(self, size: int, kind: str) -> None:
-        self.live[kind] += size
-        self.total += size
-        self.phases[self.phase] = max(self.phases.get(self.phase, 0), self.total)
-        self.course.append((self.phase, self.total))
-        if self.total > self.peak:
-            self.peak, self.at_peak, self.peak_phase = self.total, dict(self.live), self.phase
+    def take(self, storage: "Storage", kind: str) -> "_Block":
+        """Count a new storage, until it is gone."""
+        block = _Block(storage, self._freed.append)
+        block.size, block.kind = storage.size, kind
+        self._blocks.add(block)
+        self._add(block)
+        return block
 
-    def give(self, size: int, kind: str) -> None:
-        self.live[kind] -= size
-        self.total -= size
+    def change(self, block: "_Block", kind: str) -> None:
+        """Count it as another kind from here on."""
+        self._subtract(block)
+        block.kind = kind
+        self._add(block)
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Bytes that are held, by kind."""
+        self._settle()
+        return self._live
+
+    @property
+    def total(self) -> int:
+        """Bytes that are held."""
+        self._settle()
+        return self._total
+
+    def _settle(self) -> None:
+        while self._freed:
+            block = self._freed.popleft()
+            self._blocks.remove(block)
+            self._subtract(block)
+
+    def _subtract(self, block: "_Block") -> None:
+        self._live[block.kind] -= block.size
+        self._total -= block.size
+
+    def _add(self, block: "_Block") -> None:
+        self._settle()
+        self._live[block.kind] += block.size
+        self._total += block.size
+        self.phases[self.phase] = max(self.phases.get(self.phase, 0), self._total)
+        self.course.append((self.phase, self._total))
+        if self._total > self.peak:
+            self.peak, self.at_peak, self.peak_phase = self._total, dict(self._live), self.phase
 
     def rounded(self, size: float) -> int:
         """Bytes of the block that so many bytes take."""
@@ -67,24 +101,29 @@ class Memory:
         self.kind = before
 
 
+class _Block(weakref.ref["Storage"]):
+    """What is counted for a storage, known when it is gone.
+
+    Not a destructor, which would be Python code at every release: an interrupt (Ctrl-C) that arrives there is dropped.
+    """
+
+    __slots__ = ("kind", "size")
+    size: int
+    kind: str
+
+
 class Storage:
     """Bytes that live as long as this object is referred to."""
 
-    __slots__ = ("kind", "memory", "shared", "size")
+    __slots__ = ("__weakref__", "_block", "memory", "shared", "size")
 
     def __init__(self, memory: Memory, size: float, kind: str | None = None) -> None:
-        self.memory, self.kind, self.shared = memory, kind or memory.kind, False
-        self.size = memory.rounded(size)
-        memory.take(self.size, self.kind)
+        self.memory, self.size, self.shared = memory, memory.rounded(size), False
+        self._block = memory.take(self, kind or memory.kind)
 
     def become(self, kind: str) -> None:
         """Count as another kind from here on."""
-        self.memory.give(self.size, self.kind)
-        self.kind = kind
-        self.memory.take(self.size, kind)
-
-    def __del__(self) -> None:
-        self.memory.give(self.size, self.kind)
+        self.memory.change(self._block, kind)
 
 
 class Tensor:

@@ -5,7 +5,7 @@ group, Accelerator, preparation, end), ``loading`` (where weights are read to, a
 active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``rehearsal`` (a pass that leaves
 no trace), ``stretches`` (which elements of a parameter a process holds, and where), ``state`` (weights and optimizer
 state as such stretches, which a checkpoint holds), ``loss_scale`` (of fp16, to go on with), ``step`` (which nothing
-reaches that is not finite), ``interruption`` (signals and lost processes), ``patience`` (collectives that wait),
+reaches that is not finite), ``interruption`` (signals, lost processes), ``patience`` (collectives that wait),
 ``deepspeed_ops`` (its C++ parts, built once), ``launch`` (the environment of a strategy file, for notebooks and tests).
 What goes with what stands in ``finetune.compatibility``.
 

@@ -1,8 +1,9 @@
 """What ends a run from outside while it trains: signals, the launcher's end, and a process that is lost.
 
 A signal to any process is agreed on by all at the next step boundary, so that they save and end together; the same
-signal once more ends its process at once. A process that dies takes the others of its machine along within a second:
-waiting in a collective for one that is gone would last until a time limit.
+signal once more has the effect that it would have had without the run: it ends its process at once, and Ctrl-C in a
+notebook raises KeyboardInterrupt. A process that dies takes the others of its machine along within a second: waiting
+in a collective for one that is gone would last until a time limit. Before training, see ``finetune.start_up``.
 
 A thread looks, because the main thread may stand in a collective, where Python handles no signal. Limit: a process that
 is lost on another machine is not seen; what waits for it ends with the collective.
@@ -15,13 +16,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from .. import start_up
 from .patience import gathered, patient_group
 from .request import Strategy
 
@@ -31,18 +34,20 @@ SAME_SECONDS = 2.0
 LOOK_SECONDS = 0.3
 LAUNCHER_ENDED = 127
 """Stands among the numbers of signals for the end of the launcher."""
-EXIT_CODE_OF_A_LOST_RUN = 1
 
 
 class Interruption:
-    """Looks out for signals and lost processes between ``with`` and its end; all processes enter it together."""
+    """Looks out for lost processes between ``with`` and its end, which all processes enter together; and for signals
+    from ``take_signals`` on. Nothing is left of it afterwards."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.world_size = strategy.world_size
         self.asked = 0
         """Number of the signal that this process got; 0 for none."""
-        self._launcher = strategy.parent if "ACCELERATE_MIXED_PRECISION" in os.environ else None
+        self._launcher = strategy.parent if start_up.was_launched() else None
         self._asked_at: dict[int, float] = {}
+        self._earlier: dict[int, Any] = {}
+        """Handlers that the signals had before."""
         self._ends = False
 
     def __enter__(self) -> "Interruption":
@@ -50,19 +55,14 @@ class Interruption:
         self._others = [psutil.Process(pid) for pid in self._other_processes()]
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._earlier = {}
-        self._earlier_wakeup = None
-        if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
-            self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._earlier = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._thread = threading.Thread(target=self._look, name="interruption", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        if self._earlier_wakeup is not None:
+        if self._earlier:
+            for number, handler in self._earlier.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(self._earlier_wakeup)
         os.write(self._write, b"\0")
         self._thread.join()
@@ -70,6 +70,15 @@ class Interruption:
         os.close(self._write)
         if self._group is not None and error is None:
             dist.destroy_process_group(self._group)
+
+    def take_signals(self) -> None:
+        """From here on a signal is noted, for the run to save before it ends."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread take signals
+        self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
+        self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._pass_by)
 
     def agree(self, *flags: int) -> list[int]:
         """The largest of each flag over all processes; collective, and the same everywhere."""
@@ -107,18 +116,28 @@ class Interruption:
                 if number in SIGNALS:
                     self._ask(number)
             if not self._ends and not all(map(_is_alive, self._others)):
-                print(
-                    "error: another process of this run has ended, so this one ends too.", file=sys.stderr, flush=True
+                start_up.end(
+                    "error: another process of this run has ended, so this one ends too.",
+                    start_up.EXIT_CODE_OF_A_LOST_RUN,
                 )
-                os._exit(EXIT_CODE_OF_A_LOST_RUN)
             if self._launcher not in (None, os.getppid()):  # it is gone, and another process has adopted this one
                 self.asked = self.asked or LAUNCHER_ENDED
 
     def _ask(self, number: int) -> None:
         now = time.monotonic()
-        if now - self._asked_at.setdefault(number, now) > SAME_SECONDS:
+        if now - self._asked_at.setdefault(number, now) > SAME_SECONDS and not self._is_handed_back(number):
             os._exit(128 + number)
         self.asked = self.asked or number
+
+    def _pass_by(self, number: int, frame: FrameType | None) -> None:
+        """Python's side of a signal, which the thread takes."""
+        if self._is_handed_back(number):
+            signal.signal(number, self._earlier[number])
+
+    def _is_handed_back(self, number: int) -> bool:
+        """Whether the second signal goes to Python code that took it before: to that of a notebook, for Ctrl-C. Where
+        there are several processes it would be raised in one of them, which may stand in a collective."""
+        return self.world_size == 1 and callable(self._earlier[number])
 
 
 def _is_alive(process: psutil.Process) -> bool:

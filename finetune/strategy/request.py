@@ -9,6 +9,7 @@ import torch
 
 from ..compatibility import Cell, refusal
 from ..errors import InputError
+from ..start_up import was_launched
 from . import deepspeed_ops
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,7 +125,7 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
     """What makes this launch impossible, here or anywhere, as sentences. Looks at no weights."""
     refused = refusal(Cell(strategy.name, bits, adapter, optimizer))
     found = [refused] if refused else []
-    several_asked = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    several_asked = "MASTER_ADDR" in os.environ and was_launched()
     if strategy.name == "single" and several_asked and "RANK" not in os.environ:
         found.append(
             "accelerate launch was asked for more than one process but started one; use a strategy file for several "

@@ -1,0 +1,54 @@
+"""Before training, a signal or the end of the launcher ends the process at once: there is nothing to save yet.
+
+The kernel carries out a signal's default action wherever the process stands: in a collective, in C code, in a
+destructor. A handler written in Python would wait there, and the KeyboardInterrupt that Python's own handler raises is
+dropped in a destructor. A shell sees 128 + the signal's number; 75 would say that the run was saved.
+
+``strategy.interruption`` takes the signals over when training begins. This module imports nothing that takes time, so
+that a recipe can call it before its other imports. Limit: a launcher that is killed before the recipe's first line runs
+(within about 50 ms of the start of its process) is not noticed.
+"""
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+LOOK_SECONDS = 0.3
+EXIT_CODE_OF_A_LOST_RUN = 1
+
+
+@functools.cache  # once per process, however often it is called
+def end_at_once() -> None:
+    """Until training begins, let a signal or the end of the launcher end this process at once.
+
+    For programs, not for notebooks: Ctrl-C no longer raises KeyboardInterrupt.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if was_launched():
+        threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()
+
+
+def was_launched() -> bool:
+    """Whether ``accelerate launch`` started this process, which must then not outlive it."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def end(sentence: str, code: int) -> NoReturn:
+    """End this process from any thread, with a last line on stderr."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    finally:  # whoever read it may be gone, too
+        os._exit(code)
+
+
+def _watch(launcher: int) -> None:
+    while (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):  # then the run takes signals, and watches the launcher itself
+        if os.getppid() != launcher:  # it is gone, and another process has adopted this one
+            end("error: the launcher has ended, so this process ends before its first step.", EXIT_CODE_OF_A_LOST_RUN)
+        time.sleep(LOOK_SECONDS)
