@@ -17,13 +17,14 @@ from recipes import sft
 
 ALONE = strategies.Strategy("single", 0, 1, 1, "no", True)
 STUCK = """
-    import ctypes, sys
+    import ctypes
     from finetune import strategy as strategies
     with strategies.Interruption(strategies.Strategy("single", 0, 1, 1, "no", True)) as interruption:
         interruption.take_signals()
         print("ready", flush=True)
-        ctypes.PyDLL(None).usleep(0)
-        ctypes.CDLL(None).sleep(60)  # as in a collective: Python handles no signal there
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # stuck for ever: as in a collective, Python handles no signal there
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
 
 
@@ -89,6 +90,7 @@ def test_second_signal_ends_a_process_that_is_stuck_in_a_collective(tmp_path: Pa
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     time.sleep(2.5)
     assert process.poll() is None
