@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pe
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.demo_model) && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(python -c "from finetune import cores; print(cores.usable())")} \
 	accelerate launch --config_file accelerate_configs/single.yaml \
 	  --mixed_precision $$(python -c "from finetune.strategy import native_precision; print(native_precision())") \
 	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from . import formats, sources
+from . import cores, formats, sources
 from .encoding import Encoder, Row
 from .errors import BadRow
 from .sources import Record, Rejected, Source
@@ -74,8 +73,7 @@ def encoded(
         InputError: if a source cannot be read.
     """
     records = ((origin, record) for origin, entry in enumerate(entries) for record in sources.read(entry, streaming))
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    threads = min(8, cores + 1)  # one more than cores, because they take turns at what Python does itself
+    threads = min(8, cores.usable() + 1)  # one more than cores, because they take turns at what Python does itself
     with ThreadPoolExecutor(threads) as pool:
         under_way: deque[Future[Encoded]] = deque()
         try:

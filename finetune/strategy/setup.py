@@ -23,6 +23,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from .. import cores
 from ..errors import InputError
 from . import deepspeed_ops
 from .active import prove_active
@@ -56,10 +57,7 @@ def start(
             ``ACCELERATE_DEEPSPEED_OFFLOAD_{PARAM,OPTIMIZER}_NVME_PATH`` name a folder on a faster disk.
     """
     if strategy.rehearsal:
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
-        # a process forked from a notebook hangs if it starts OpenMP threads after its parent did
-        forked = multiprocessing.parent_process() is not None
-        torch.set_num_threads(1 if forked else max(1, (os.cpu_count() or 1) // local_processes))
+        share_cores(strategy)
         deepspeed_ops.prepare_import()  # Accelerate imports DeepSpeed under every strategy
     if strategy.name.endswith("_nvme"):
         for what in ("PARAM", "OPTIMIZER"):
@@ -101,6 +99,15 @@ def start(
     if buffer_elements:
         _size_buffers(accelerator, buffer_elements)
     return accelerator
+
+
+def share_cores(strategy: Strategy) -> None:
+    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS says how many threads each takes."""
+    if multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)  # forked from a notebook, it hangs if it starts OpenMP threads after its parent did
+    elif "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+        torch.set_num_threads(max(1, cores.usable() // local_processes))
 
 
 def _offloads(strategy: Strategy) -> bool:
