@@ -43,6 +43,13 @@ def test_strategy_file_is_short_commented_and_known_to_accelerate(path: Path):
     assert "num_processes" not in yaml.safe_load(path.read_text())
 
 
+@pytest.mark.parametrize("path", STRATEGIES, ids=lambda path: path.stem)
+def test_strategy_file_says_what_the_launcher_stops_without(path: Path):
+    comments = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert ("--num_processes N" in comments) == (path.stem != "single")
+    assert ("pip install deepspeed" in comments) == path.stem.startswith("zero")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_recipe_configuration_parses_and_its_data_files_exist(path: Path):
     config = parse(Config, ["--config", str(path), "--model.path", "some/model"])
