@@ -11,10 +11,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from .errors import BadRow
-from .rendering import BEGINS, ENDS, Message, Renderer, TemplateRefuses
+from .rendering import BEGINS, ENDS, Message, Renderer, Template, TemplateRefuses
 
 Span = tuple[int, int]
 """First position and the one past the last."""
@@ -27,12 +25,10 @@ _USE_ANOTHER = "set data.chat_template to a template that does, or data.train_on
 
 
 class ChatTemplate:
-    """Renders conversations and finds the assistant's turns. May be shared between threads."""
+    """Renders conversations and finds the assistant's turns."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.renderer = Renderer(tokenizer)
-        specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
+    def __init__(self, template: Template) -> None:
+        self.renderer, self.special = Renderer(template), template.special
         self._outlines: dict[tuple[str, ...], list[str] | None] = {}
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:

@@ -10,17 +10,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from .chat import ChatTemplate, Span
+from .chat import Span
 from .errors import BadRow
 from .formats import Example
+from .template_process import Conversation, TemplateProcess
 
 _FIRST_SHIELD = 0xF0000  # Unicode's first private plane: finetune.formats lets no text have them
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template to render a conversation with; set data.chat_template to a Jinja file, or "
+    "start from the model's instruction-tuned version"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class Encoder:
             backend.no_truncation()
             backend.no_padding()
         self.tokenizer: Tokenizer = backend
-        self.template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.template = TemplateProcess(tokenizer) if tokenizer.chat_template else None
+        self._form: Literal["text", "turns"] = "text" if train_on == "all" else "turns"
         self._tokens_between: dict[str, int] = {}
         self.special_ids = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self.is_special = np.zeros(backend.get_vocab_size() + max(self.special_ids, default=0) + 1, bool)
@@ -116,13 +122,12 @@ class Encoder:
         return tokenizer
 
     def encode(self, examples: Sequence[tuple[str, Example]]) -> list[list[Row] | BadRow]:
-        """Rows of each (source, example), or why it cannot be trained. Only a text may give several rows."""
-        texts: list[_Text | BadRow] = []
-        for _, example in examples:
-            try:
-                texts.append(self._plain(example) if example.messages is None else self._conversation(example))
-            except BadRow as reason:
-                texts.append(reason)
+        """Rows of each (source, example), or why it cannot be trained. Only a text may give several rows.
+
+        Raises:
+            InputError: if the chat template needs more time or memory than it may.
+        """
+        texts = self._texts(examples)
         plain = [i for i, text in enumerate(texts) if isinstance(text, _Text) and examples[i][1].messages is None]
         chats = [
             i
@@ -162,27 +167,37 @@ class Encoder:
         turns = [(len(example.prompt), len(text))]
         return _Text(text, turns, example.prompt)
 
-    def _conversation(self, example: Example) -> _Text:
+    def _texts(self, examples: Sequence[tuple[str, Example]]) -> list[_Text | BadRow]:
+        """What is to be tokenised of each example; all conversations are rendered at once."""
         if self.template is None:
-            raise BadRow(
-                "the tokenizer has no chat template to render a conversation with; set data.chat_template to a Jinja "
-                "file, or start from the model's instruction-tuned version"
-            )
-        messages, tools = example.messages, example.tools
+            return [
+                self._plain(example) if example.messages is None else BadRow(_NO_TEMPLATE) for _, example in examples
+            ]
+        asked = {
+            i: Conversation(source, self._shield(example.messages), self._shield(example.tools), self._form)
+            for i, (source, example) in enumerate(examples)
+            if example.messages is not None
+        }
+        rendered = dict(zip(asked, self.template.render(list(asked.values()))))
+        texts: list[_Text | BadRow] = []
+        for i, (_, example) in enumerate(examples):
+            if i not in asked:
+                texts.append(self._plain(example))
+            elif isinstance(found := rendered[i], BadRow):
+                texts.append(found)
+            else:
+                texts.append(self._conversation(example, asked[i], *found))
+        return texts
+
+    def _conversation(self, example: Example, asked: Conversation, text: str, turns: list[Span]) -> _Text:
+        messages = example.messages
         assert messages is not None
-        shielded, shielded_tools = self._shield(messages), self._shield(tools)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [k for k, i in enumerate(answers) if i not in example.untrained]
-        if not trained:
-            raise BadRow("every assistant turn is marked as not to be trained")
-        turns: list[Span] = []
-        if self.train_on == "all":
-            text = self.template.text(shielded, shielded_tools)
-        else:
-            text, found = self.template.render(shielded, shielded_tools)
-            turns = [found[k] for k in (trained if self.train_on == "assistant" else trained[-1:])]
-        before = [message["content"] for message in messages[: answers[trained[-1]]]]
-        return _Text(text, turns, before[-1], shielded != messages or shielded_tools != tools)
+        if turns:
+            turns = [turns[k] for k in (trained if self.train_on == "assistant" else trained[-1:])]
+        question = messages[answers[trained[-1]] - 1]["content"]
+        return _Text(text, turns, question, asked.messages != messages or asked.tools != example.tools)
 
     def _shield(self, value: Any) -> Any:
         """The same value with a private character in place of each string that the tokenizer takes for special."""

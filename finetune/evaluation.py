@@ -59,7 +59,7 @@ def questions(
 ) -> list[tuple[str, list[int]]]:
     """What to answer, in words and in tokens: given texts, or the first held-out rows up to their last answer."""
     if isinstance(prompts, list):
-        return [(text, models.prompt_tokens(tokenizer, text)) for text in prompts]
+        return list(zip(prompts, models.prompt_tokens(tokenizer, prompts)))
     if not prompts or held_out is None:
         return []
     rows = list(islice((row for row in held_out if row.prompt_tokens), prompts))

@@ -24,8 +24,8 @@ from . import attention as attentions
 from . import quantization
 from .attention import stock_attention
 from .cache import key_of
-from .chat import ChatTemplate
 from .errors import BadRow, InputError, refuse_if_any
+from .template_process import Conversation, TemplateProcess
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
 MOST_LAYERS = 2000
@@ -289,20 +289,25 @@ def answer(
     return str(text).strip()
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of a question, with the assistant's turn begun; of the bare text where there is no chat template.
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of questions, with the assistant's turn begun; of the bare texts where there is no chat template.
 
     Raises:
-        InputError: if the template refuses a question alone.
+        InputError: if the template refuses a question alone, or does not come to an end.
     """
     if tokenizer.chat_template is None:
-        return list(tokenizer(text)["input_ids"])
-    template = ChatTemplate(tokenizer)
-    try:
-        rendered = template.text([{"role": "user", "content": text}], None, prompt=True)
-    except BadRow as reason:
-        raise InputError(f"eval.prompts: {reason}; ask with held-out rows instead, eval.prompts 3 say.") from reason
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return [list(tokenizer(text)["input_ids"]) for text in texts]
+    asked = [
+        Conversation("eval.prompts", [{"role": "user", "content": text}], tools=None, form="prompt") for text in texts
+    ]
+    tokens = []
+    for rendered in TemplateProcess(tokenizer).render(asked):
+        if isinstance(rendered, BadRow):
+            raise InputError(
+                f"eval.prompts: {rendered}; ask held-out rows instead, for example with --eval.prompts 3."
+            ) from rendered
+        tokens.append(list(tokenizer(rendered[0], add_special_tokens=False)["input_ids"]))
+    return tokens
 
 
 def _first_line(error: Exception) -> str:

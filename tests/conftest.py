@@ -11,6 +11,16 @@ import pytest
 import tiny
 from ranks import Ranks
 
+from finetune import template_process
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_process_renders() -> Iterator[None]:
+    """The child that renders chat templates takes half a second to start: one for all encoders of all tests."""
+    held = template_process.shared_child()
+    yield
+    del held
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

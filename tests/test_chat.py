@@ -30,7 +30,7 @@ from finetune.chat import ChatTemplate
 from finetune.encoding import Encoder
 from finetune.errors import BadRow
 from finetune.formats import convert
-from finetune.rendering import DATE
+from finetune.rendering import DATE, Template
 
 SHARED = Path(__file__).parents[2] / "shared"
 PLAIN = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
@@ -78,7 +78,7 @@ def test_real_templates_and_rows_train_what_a_search_finds(name: str, file: str)
     results = encoder.encode([("test", convert(value, "auto")) for value in values])
     assert len(results) >= 80
     for value, (row,) in zip(values, results):
-        rendered = ChatTemplate(tokenizer).text(value["messages"], value.get("tools"))
+        rendered = ChatTemplate(Template.of(tokenizer)).text(value["messages"], value.get("tools"))
         found = re.findall(pattern, rendered, flags=re.DOTALL)
         assert trained_text(tokenizer, row) == found
         assert len(found) == sum(m["role"] == "assistant" for m in value["messages"])
@@ -180,8 +180,8 @@ def test_one_encoder_gives_the_same_rows_on_eight_threads(family: str):
 def test_date_of_today_is_not_rendered(format: str):
     template = "{% set f = '%B %d' %}{{ strftime_now(" + format + ") }}{{ strftime_now is defined }}" + CHATML
     written = DATE.strftime({"f": "%B %d"}.get(format, format[1:-1]))
-    rendered = ChatTemplate(tokenizer_for(template)).text(PLAIN, None)
-    assert rendered == written + "True" + ChatTemplate(tokenizer_for(CHATML)).text(PLAIN, None)
+    rendered = ChatTemplate(Template.of(tokenizer_for(template))).text(PLAIN, None)
+    assert rendered == written + "True" + ChatTemplate(Template.of(tokenizer_for(CHATML))).text(PLAIN, None)
     assert datetime.now().strftime("%Y-%m-%d") not in rendered
 
 
@@ -261,7 +261,7 @@ def test_contents_that_look_like_the_template_do_not_shift_the_turns(
     contents = [content if content.strip() else content + "x" for content in contents[: len(contents) // 2 * 2]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     tokenizer = tokenizer_for(template.replace("USER", user).replace("ANSWER", answer))
-    rendered, turns = ChatTemplate(tokenizer).render(messages, None)
+    rendered, turns = ChatTemplate(Template.of(tokenizer)).render(messages, None)
     answers = [content.strip() if "trim" in answer else content for content in contents[1::2]]
     assert [rendered[first:end] for first, end in turns] == [words + "</s>" for words in answers]
 
@@ -347,7 +347,7 @@ def test_template_for_tools_is_taken_where_there_are_tools():
 
 def test_conversation_of_more_messages_than_there_are_marks_is_refused():
     with pytest.raises(BadRow, match="66,000 messages"):
-        ChatTemplate(TOKENIZERS["chatml"]).render(PLAIN * 33_000, None)
+        ChatTemplate(Template.of(TOKENIZERS["chatml"])).render(PLAIN * 33_000, None)
 
 
 anything = st.sampled_from(
