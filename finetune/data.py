@@ -32,14 +32,14 @@ def read_rows(
         tell: told what is done, and after how many rows; see ``preparation.prepare``.
 
     Raises:
-        InputError: if a row cannot be used and none is to be skipped, naming the first ten as ``file:line: reason``;
+        InputError: if a row cannot be used and none is to be skipped, naming the first ten by ``file:line`` and reason;
             if no row is left; if a source cannot be read.
     """
     rows = Rows(prepare(entries, tokenizer, settings, tell=tell))
-    if rows.summary["rejected"] and not skip_bad_rows:
-        raise InputError(_refusal(rows))
     if not len(rows):
         raise InputError(f"{', '.join(entry.path for entry in entries)}: {_why_empty(rows, settings.max_length)}")
+    if rows.summary["rejected"] and not skip_bad_rows:
+        raise InputError(_refusal(rows))
     return rows
 
 
@@ -84,11 +84,20 @@ def load(
     return weigh(kept, [source.weight for source in train]), held
 
 
+def rejected_problem(rejected: int, rest: int) -> str:
+    """What to do about rows that cannot be used, where others can."""
+    count = f"{rejected:,} row{'s' if rejected > 1 else ''}"
+    return f"{count} cannot be used; fix or remove them, or train on the other {rest:,} with --data.on_bad_row skip."
+
+
 def _refusal(rows: Rows) -> list[str]:
     count, first = rows.summary["rejected"], rows.summary["first_rejected"]
+    sources_of: dict[str, list[str]] = {}
+    for source, reason in first:
+        sources_of.setdefault(reason, []).append(source)
+    named = [f"{', '.join(found)}: {reason}." for reason, found in sources_of.items()]
     more = [f"... and {count - len(first):,} more, all in {rows.folder / 'rejected.jsonl'}."] if count > SHOWN else []
-    total = f"{count:,} row{'s' if count > 1 else ''} cannot be used, and nothing was trained; mend or remove them, or"
-    return [*first, *more, f"{total} train on the other {len(rows):,} with --data.on_bad_row skip."]
+    return [*named, *more, rejected_problem(count, len(rows))]
 
 
 def _why_empty(rows: Rows, max_length: int) -> str:
@@ -96,8 +105,9 @@ def _why_empty(rows: Rows, max_length: int) -> str:
     if dropped and not rejected:
         return f"all {dropped:,} rows lost their trained tokens at data.max_length {max_length}; raise data.max_length."
     if rejected:
-        first, path = rows.summary["first_rejected"][0], rows.folder / "rejected.jsonl"
-        return f"no row is left, {rejected:,} cannot be used (the first: {first} All: {path}); mend the data."
+        source, reason = rows.summary["first_rejected"][0]
+        which = f"the only one, {source}" if rejected == 1 else f"the first of {rejected:,}, {source}"
+        return f"no row can be used. Of {which}: {reason}. Every reason is in {rows.folder / 'rejected.jsonl'}."
     return "there is no row; give a file that holds some."
 
 
@@ -164,36 +174,3 @@ def rejected_lines(rows: Rows | None) -> Iterator[str]:
     if rows is not None:
         with (rows.folder / "rejected.jsonl").open(encoding="utf-8") as file:
             yield from map(str.rstrip, file)
-
-
-def held_out_problems(entries: Sequence[Source]) -> list[str]:
-    """Weights in data.eval, where they would mean nothing: the loss is that of every held-out row."""
-    return [
-        f"data.eval: {entry.path} has the weight {entry.weight:g}, but held-out rows count once each; take it out."
-        for entry in entries
-        if entry.weight != 1
-    ]
-
-
-def position_problems(train: Rows | None, held_out: Rows | None, max_length: int, positions: int | None) -> list[str]:
-    """Rows longer than the model knows positions; those of a stream, which is not read yet, may have ``max_length``."""
-    longest = max_length if train is None else int(train.lengths.max())
-    if held_out is not None:
-        longest = max(longest, int(held_out.lengths.max()))
-    if positions is None or longest <= positions:
-        return []
-    return [
-        f"Rows have up to {longest:,} tokens, but the model knows {positions:,} positions; set data.max_length to "
-        f"{positions} or less."
-    ]
-
-
-def vocabulary_problems(sources: Sequence[Rows | None], vocabulary: int) -> list[str]:
-    """Tokens that the model has no embedding for."""
-    largest = max((rows.summary["largest_token"] for rows in sources if rows is not None), default=0)
-    if largest < vocabulary:
-        return []
-    return [
-        f"The tokenizer gives token {largest}, but the model knows {vocabulary} tokens only; set model.tokenizer to "
-        "the model's own."
-    ]

@@ -100,7 +100,7 @@ def _write(
     }
     rows_of, seen_formats = Counter[int](), Counter[str]()
     rejected, dropped = 0, 0
-    first_rejected: list[str] = []
+    first_rejected: list[tuple[str, str]] = []
     first_dropped: list[str] = []
     digest = hashlib.sha256()
     with (
@@ -128,7 +128,7 @@ def _write(
                     first_dropped += [line.source] if dropped < SHOWN else []
                     dropped += 1
                 else:
-                    first_rejected += [f"{line.source}: {line.reason}."] if rejected < SHOWN else []
+                    first_rejected += [(line.source, line.reason)] if rejected < SHOWN else []
                     rejected += 1
     summary |= {
         "rows_of_source": [rows_of[origin] for origin in range(len(entries))],

@@ -31,12 +31,12 @@ from finetune import (
     checkpoint,
     config,
     data,
+    data_checks,
     evaluation,
     output,
     output_folder,
     packing_support,
     quantization,
-    sources,
     streaming,
     weights,
 )
@@ -92,12 +92,9 @@ def main(cfg: Config) -> None:
     refuse_if_any(
         strategies.problems(strategy, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, rows_at_least(cfg.train), strategy.world_size)
-        + models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
-        + sources.problems(named)
-        + data.held_out_problems(data.named_sources(cfg.data.eval))
+        + data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train)
         + folder_problems()
         + question_problems(cfg.eval.prompts, cfg.data.eval)
-        + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + unused_adapter_keys(cfg.adapter)
     )
     resumes_from, _ = checkpoint.look_for(resume, folder)
@@ -143,7 +140,7 @@ def main(cfg: Config) -> None:
     tokenizer = models.load_tokenizer(
         cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
     )
-    rows, held_out = read_data(cfg, tokenizer, model_config.get_text_config())
+    rows, held_out = read_data(cfg, tokenizer, model_config)
     work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
     asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer)
     fingerprints = {
@@ -539,11 +536,7 @@ def read_data(
             rows, held = None, data.read_some(held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
         else:
             rows, held = data.load(train, held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
-    vocabulary, positions = model_config.vocab_size, models.most_positions(model_config)
-    refuse_if_any(
-        data.vocabulary_problems([rows, held], vocabulary)
-        + data.position_problems(rows, held, settings.max_length, positions)
-    )
+    refuse_if_any(data_checks.problems_of_rows(rows, held, cfg.data, model_config))
     return rows, held
 
 

@@ -1,6 +1,7 @@
 """Reading data of a run: what is used, cut, dropped or refused, with the line it stands on; splits and weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune import data
+from finetune import data, data_checks
 from finetune.errors import InputError
 from finetune.pipeline import Settings
 from finetune.rows import Rows
@@ -54,14 +55,37 @@ def test_bad_line_is_refused_with_file_line_and_reason(tmp_path: Path, line: str
 
 
 def test_first_ten_bad_rows_are_named_in_the_order_of_the_file_and_all_are_counted_with_what_to_do(tmp_path: Path):
-    # broken lines and lines that are no conversation are found at different stages
+    # broken lines and lines that are no conversation are found at different stages; each is another reason
     with pytest.raises(InputError) as error:
-        read(tmp_path / "rows.jsonl", "\n".join([GOOD, *["{", '{"nothing": 1}'] * 13]))
+        read(
+            tmp_path / "rows.jsonl",
+            "\n".join([GOOD, *(f'{{"n{i}": 1}}' if i % 2 else " " * i + "{" for i in range(1, 27))]),
+        )
     problems = error.value.problems
     assert [int(problem.split(".jsonl:")[1].split(":")[0]) for problem in problems[:10]] == list(range(2, 12))
     assert problems[10].startswith("... and 16 more")
     assert problems[11].startswith("26 rows cannot be used")
     assert "data.on_bad_row skip" in problems[11]
+
+
+def test_reason_that_many_rows_share_is_said_once(tmp_path: Path):
+    with pytest.raises(InputError) as error:
+        read(tmp_path / "rows.jsonl", "\n".join([GOOD, *['{"nothing": 1}'] * 26]))
+    same, more, what_to_do = error.value.problems
+    assert re.findall(r"rows\.jsonl:(\d+)", same) == [str(line) for line in range(2, 12)]
+    assert more.startswith("... and 16 more")
+    assert "train on the other 1 with" in what_to_do
+
+
+@pytest.mark.parametrize("skip_bad_rows", [False, True])
+def test_data_without_a_usable_row_are_refused_in_one_sentence_that_offers_no_other_rows(
+    tmp_path: Path, skip_bad_rows: bool
+):
+    with pytest.raises(InputError) as error:
+        read(tmp_path / "rows.jsonl", '{"nothing": 1}\n' * 26, skip_bad_rows=skip_bad_rows)
+    (problem,) = error.value.problems
+    assert "no row can be used. Of the first of 26" in problem
+    assert "on_bad_row" not in problem
 
 
 def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
@@ -75,7 +99,7 @@ def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
 
 
 def test_skipping_never_leaves_an_empty_run(tmp_path: Path):
-    with pytest.raises(InputError, match=r"no row is left, 1 cannot be used .*rows\.jsonl:1"):
+    with pytest.raises(InputError, match=r"no row can be used. Of the only one, .*rows\.jsonl:1: "):
         read(tmp_path / "rows.jsonl", "{broken", skip_bad_rows=True)
 
 
@@ -202,18 +226,21 @@ def test_weights_hold_among_the_rows_that_a_split_leaves_of_one_long_text(tmp_pa
 
 
 def test_weight_of_held_out_rows_is_refused():
-    assert data.held_out_problems([Source("a.jsonl")]) == []
-    (problem,) = data.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
+    assert data_checks.held_out_problems([Source("a.jsonl")]) == []
+    (problem,) = data_checks.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
     assert "b.jsonl has the weight 2" in problem
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", GOOD)
     longest = int(rows.lengths.max())
-    assert data.position_problems(rows, None, 4096, longest) == []
-    assert data.position_problems(rows, rows, 4096, None) == []
-    assert f"set data.max_length to {longest - 1} or less" in data.position_problems(rows, None, 4096, longest - 1)[0]
-    assert "4,096 tokens" in data.position_problems(None, rows, 4096, 1024)[0]  # a stream
+    assert data_checks.position_problems(rows, None, 4096, longest) == []
+    assert data_checks.position_problems(rows, rows, 4096, None) == []
+    assert (
+        f"set data.max_length to {longest - 1} or less"
+        in data_checks.position_problems(rows, None, 4096, longest - 1)[0]
+    )
+    assert "4,096 tokens" in data_checks.position_problems(None, rows, 4096, 1024)[0]  # a stream
 
 
 def test_held_out_rows_that_are_trained_too_are_counted(tmp_path: Path):
@@ -234,8 +261,8 @@ def test_fingerprint_changes_with_a_token_and_with_a_mask(tmp_path: Path):
 def test_token_that_the_model_does_not_know_is_refused(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", GOOD)
     largest = int(np.concatenate([row.tokens for row in rows]).max())
-    assert data.vocabulary_problems([rows, None], largest + 1) == []
-    (problem,) = data.vocabulary_problems([rows, None], largest)
+    assert data_checks.vocabulary_problems([rows, None], largest + 1) == []
+    (problem,) = data_checks.vocabulary_problems([rows, None], largest)
     assert f"token {largest}" in problem
 
 

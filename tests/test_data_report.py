@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from finetune import cli, formats
+from finetune import cli, command_line, formats
 from finetune.batches import Batches
 from finetune.data import Rows, read_rows
 from finetune.data_report import figures
@@ -33,9 +34,11 @@ from finetune.data_report.row_text import Stretch, shorten, shown_row, spread, s
 from finetune.data_report.terminal import print_report
 from finetune.data_report.verb import measured_speed
 from finetune.encoding import Encoder, Row
+from finetune.errors import InputError
 from finetune.pipeline import Settings
 from finetune.row_order import EMPTY, global_batch, positions_in
 from finetune.sources import Source
+from recipes import sft
 
 SHARED = Path(__file__).parents[2] / "shared"
 TOKENIZER = tiny.build_tokenizer()
@@ -100,7 +103,8 @@ def as_json(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code:
 def report_of(path: Path, **changes: Any) -> tuple[Report, Rows]:
     """A report on the rows of one file, and these rows."""
     rows = read_rows([Source(str(path))], TOKENIZER, Settings(max_length=128))
-    form = {"max_length": 128, "packing": False, "skips_bad_rows": False, "tokens_per_second": None, "speed_from": None}
+    form = {"max_length": 128, "packing": False, "skips_bad_rows": False, "problems": []}
+    form |= {"tokens_per_second": None, "speed_from": None}
     form |= {"global_batch_size": 4, "micro_batch_size": 2, "epochs": 1.0, "steps": None, "seed": 0}
     form |= {"train_sources": [Source(str(path))], "held_out_sources": [], "shown_rows": 0, "shown_left_out": 0}
     return figures.report(rows, None, TOKENIZER, **form | changes), rows
@@ -351,9 +355,6 @@ class TestTerminal:
         expected = visible(answer).expandtabs(1) + "<|im_end|>"
         report = dataclasses.replace(bare, examples=[row])
 
-        def squeezed(text: str) -> str:  # lines are broken, and tabs become spaces
-            return re.sub(r"[ \n\t]", "", text)
-
         output = printed(report)
         opening, closing = re.search(r"trained tokens\s+(.)are\s+marked\s+so(.)", output).groups()
         [marked] = re.findall(f"{opening}(.*?){closing}", shown_part(output), re.DOTALL)
@@ -505,6 +506,46 @@ class TestVerb:
         assert cli.main([*configure(str(path)), "--data.on_bad_row", "skip"]) == 0
         assert capsys.readouterr().out.endswith("A run would start with these data.\n")
 
+    @pytest.mark.parametrize(
+        ("model", "keys", "sentence"),
+        [
+            ({"vocab_size": 100}, {}, "the model knows 100 tokens only"),
+            ({"max_position_embeddings": 8}, {}, "the model knows 8 positions; set data.max_length to 8"),
+            (
+                {"max_position_embeddings": 512},
+                {"data__streaming": True, "data__max_length": 600, "train__steps": 1},
+                "Rows have up to 600 tokens",
+            ),
+            ({}, {"data__eval": [{"path": "DATA", "weight": 2}]}, "held-out rows count once each"),
+        ],
+        ids=["vocabulary", "positions", "positions of a stream", "weight of held-out rows"],
+    )
+    def test_data_that_a_run_refuses_are_refused_with_the_runs_own_sentence(
+        self,
+        model: dict[str, int],
+        keys: dict[str, Any],
+        sentence: str,
+        tmp_path: Path,
+        model_folder: Path,
+        conversations: Path,
+        configure: Callable[..., list[str]],
+        capsys: pytest.CaptureFixture[str],
+    ):
+        folder = shutil.copytree(model_folder, tmp_path / "model")
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | model))
+        for entry in keys.get("data__eval", []):
+            entry["path"] = str(conversations)
+        arguments = configure(str(conversations), model__path=str(folder), **keys)
+        with pytest.raises(InputError) as refused:
+            sft.main(command_line.parse(sft.Config, arguments[1:]))
+        (problem,) = refused.value.problems
+        assert sentence in problem
+        assert cli.main(arguments) == 2
+        said = capsys.readouterr()
+        verdict = f"A run would refuse these data: {problem}"
+        assert said.err == f"error: {problem}\n" or squeezed(said.out).endswith(squeezed(verdict))
+
     def test_flags_of_the_recipe_win_over_the_file(
         self, conversations: Path, configure: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
     ):
@@ -581,6 +622,11 @@ class TestVerb:
         )
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert "--tokens-per-second" in result.stdout
+
+
+def squeezed(text: str) -> str:
+    """Without spaces, tabs and the line ends at which a terminal breaks its lines."""
+    return re.sub(r"[ \n\t]", "", text)
 
 
 def is_green(style: Any) -> bool:

@@ -87,7 +87,7 @@ def imports(path: Path) -> set[str]:
 LAYERS_FROM_THE_LOWEST = """
 loss schedule row_order flops errors start_up cores config randomness rounding packing compatibility hardware shipped
 sources formats messages rendering chat template_process encoding pipeline cache preparation rows batches data \
-streaming weight_files weights model attention packing_support optimizer eight_bit adapter quantization
+streaming weight_files weights model data_checks attention packing_support optimizer eight_bit adapter quantization
 strategy evaluation metrics output output_folder progress checkpoint
 command_line cli demo_model merge adapted_model adapter_source comparison data_report plan dry_run
 """

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..batches import Batches
-from ..data import rejected_lines, shared_with
+from ..data import rejected_lines, rejected_problem, shared_with
 from ..row_order import epoch_order
 from ..rows import Rows
 from ..sources import Source
@@ -140,6 +140,7 @@ def report(
     steps: int | None,
     seed: int,
     skips_bad_rows: bool,
+    problems: Sequence[str],
     tokens_per_second: float | None,
     speed_from: str | None,
     shown_rows: int,
@@ -154,6 +155,7 @@ def report(
         held_out_sources: what the held-out rows were read from; none if they were split off.
         epochs, steps: length of the run; steps win.
         skips_bad_rows: whether a run trains on the rest where rows are rejected.
+        problems: why else a run would refuse the rows.
         tokens_per_second: positions per second of all processes, if known.
         shown_rows: rows to show as the model sees them.
         shown_left_out: records to name that are not trained, at most; None for all.
@@ -170,6 +172,7 @@ def report(
         "micro_batch_size": micro_batch_size,
         "seed": seed,
     }
+    rejects = [rejected_problem(rejected, len(distinct))] if rejected and not skips_bad_rows else []
     chosen = spread(distinct.lengths, distinct.column("origin"), shown_rows)
     return Report(
         sources=_source_figures(train, held_out, train_sources, held_out_sources),
@@ -207,7 +210,7 @@ def report(
             for store in stores
             if store.summary["rejected"] + store.summary["dropped"]
         ],
-        refusal=None if skips_bad_rows or not rejected else _refusal(rejected, len(distinct)),
+        refusal=" ".join([*rejects, *problems]) or None,
     )
 
 
@@ -260,10 +263,3 @@ def _left_out(stores: Sequence[Rows], most: int | None) -> list[LeftOut]:
     """In the order in which they were read."""
     lines = map(json.loads, islice(chain.from_iterable(map(rejected_lines, stores)), most))
     return [LeftOut(entry["source"], entry["reason"]) for entry in lines]
-
-
-def _refusal(rejected: int, rest: int) -> str:
-    return (
-        f"{rejected:,} row{'s' if rejected > 1 else ''} cannot be used; mend or remove them, or train on the other "
-        f"{rest:,} with --data.on_bad_row skip."
-    )

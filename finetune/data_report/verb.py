@@ -5,11 +5,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
 
-from .. import config, data, sources, streaming
+from .. import config, data, data_checks
 from .. import model as models
 from ..command_line import parse
 from ..errors import InputError, refuse_if_any
@@ -95,16 +96,11 @@ def _report(
     train_sources = data.named_sources(cfg.data.train)
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else data.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
-    refuse_if_any(
-        models.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
-        + sources.problems([*train_sources, *held_out_sources])
-        + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
-    )
+    refuse_if_any(data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train))
+    source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
+    model_config = models.load_config(cfg.model.path, **source)
     tokenizer = models.load_tokenizer(
-        cfg.model.tokenizer or cfg.model.path,
-        revision=cfg.model.revision,
-        trust_remote_code=cfg.model.trust_remote_code,
-        chat_template=cfg.data.chat_template,
+        cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
     )
     settings = Settings(
         format=cfg.data.format,
@@ -131,6 +127,7 @@ def _report(
         steps=cfg.train.steps,
         seed=cfg.train.seed,
         skips_bad_rows=cfg.data.on_bad_row == "skip",
+        problems=data_checks.problems_of_rows(rows, held_out_rows, cfg.data, model_config),
         tokens_per_second=speed,
         speed_from=None if speed is None else given,
         shown_rows=shown_rows,
