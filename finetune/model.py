@@ -1,5 +1,6 @@
 """Tokenizer, weights and answers, through transformers."""
 
+import copy
 import hashlib
 import json
 import logging
@@ -171,6 +172,27 @@ def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTra
             f"model.path: no causal language model can be made of its config.json ({_first_line(error)}); use another "
             "model, or correct the file."
         ) from error
+
+
+def attention_problems(config: PreTrainedConfig, attention: str, trust_remote_code: bool) -> list[str]:
+    """Why transformers cannot compute with an attention implementation: a package or a GPU that it lacks, or the model.
+
+    Args:
+        attention: as ``model.attention``, or a name that is registered with transformers.
+    """
+    if attention == "auto":
+        return []
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(  # which writes into the configuration
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation=attention
+            )
+    except (ImportError, ValueError) as error:
+        return [
+            f"model.attention: {attention} cannot be used ({_first_line(error)}); set it to auto, or install what "
+            "is missing."
+        ]
+    return []
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

@@ -112,6 +112,7 @@ def main(cfg: Config) -> None:
     attention_name = attention.PACKED if packed_by_default else cfg.model.attention
     refuse_if_any(
         quantization.problems(model_config, bits)
+        + models.attention_problems(model_config, cfg.model.attention, cfg.model.trust_remote_code)
         + (strategies.problems(strategy, bits=stored_bits, **method) if stored_bits and not bits else [])
         + (
             packing_problems(model_config, attention_name, strategies.compute_dtype(strategy, cfg.train.weights))

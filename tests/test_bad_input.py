@@ -1,6 +1,7 @@
 """Wrong input ends a run before weights load, with a sentence; a run that breaks later says where."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -185,14 +186,31 @@ def train_with_clipping_in_the_launch_file(config) -> None:
     sft.main(config)
 
 
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed")
+def test_attention_that_is_not_installed_is_refused_before_the_data_are_read(
+    tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def read(*args, **kwargs):
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr(sft, "read_data", read)
+    config = scenarios.configuration(
+        model_folder, conversations, tmp_path / "out", model__attention="flash_attention_2"
+    )
+    assert "model.attention: flash_attention_2 cannot be used" in refused(config)
+
+
 @pytest.mark.trains
 def test_model_that_cannot_be_loaded_costs_neither_the_earlier_run_nor_the_folder(
     tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    def load(*args, **kwargs):
+        raise OSError("the disk is gone")
+
     (tmp_path / "out" / "final").mkdir(parents=True)
-    changes = {"model__attention": "flash_attention_2", "train__overwrite": True}
-    with pytest.raises(InputError, match=r"could not be loaded .*check model\.path and model\.attention"):
-        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
+    monkeypatch.setattr(sft.models.AutoModelForCausalLM, "from_config", load)
+    with pytest.raises(InputError, match=r"could not be loaded \(the disk is gone\)"):
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out", train__overwrite=True))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"final", ".lock"}
 
 
