@@ -26,6 +26,7 @@ from . import quantization
 from .attention import stock_attention
 from .cache import key_of
 from .errors import BadRow, InputError, refuse_if_any
+from .hub_access import refuse_without_access
 from .template_process import Conversation, TemplateProcess
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
@@ -63,8 +64,9 @@ def load_tokenizer(
     """A fast tokenizer, with the chat template of a file where one is given.
 
     Raises:
-        InputError: if there is none, or if it is a slow one.
+        InputError: if there is none, if it is a slow one, or if the hub does not give it.
     """
+    refuse_without_access(path, "tokenizer_config.json", revision=revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -85,8 +87,9 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     """The model's configuration, a few kilobytes that tell whether the model can be loaded at all.
 
     Raises:
-        InputError: if it cannot be read, or the model's type is unknown.
+        InputError: if it cannot be read, or the model's type is unknown, or if the hub does not give it.
     """
+    refuse_without_access(path, "config.json", revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

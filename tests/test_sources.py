@@ -347,6 +347,12 @@ def test_identity_changes_with_the_content_of_a_file(tmp_path: Path):
     assert len({json.dumps(seen) for seen in (before, touched, identity([Source(str(path))]))}) == 3
 
 
+@pytest.fixture
+def with_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.sources.hub.refuse_without_access", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("with_access")
 def test_hub_dataset_is_read_row_by_row_without_the_keys_that_arrow_fills(monkeypatch: pytest.MonkeyPatch):
     rows = [{"m": [{"a": 1}]}, {"m": [{"b": "x"}]}]
     asked = []
@@ -362,6 +368,7 @@ def test_hub_dataset_is_read_row_by_row_without_the_keys_that_arrow_fills(monkey
     assert asked == [("owner/name", "main", "test")]
 
 
+@pytest.mark.usefixtures("with_access")
 def test_hub_dataset_that_cannot_be_had_is_an_input_error(monkeypatch: pytest.MonkeyPatch):
     def load(*_: Any, **__: Any) -> None:
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist on the Hub")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..hub_access import refuse_without_access
 
 
 def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def _file(path: str, revision: str | None) -> Path:
 def _download(model_id: str, revision: str | None) -> Path:
     from huggingface_hub import errors, hf_hub_download  # a tenth of a second
 
+    refuse_without_access(model_id, "config.json", revision=revision)
     try:
         return Path(hf_hub_download(model_id, "config.json", revision=revision))
     except (OSError, ValueError, errors.EntryNotFoundError) as error:

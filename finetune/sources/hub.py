@@ -5,19 +5,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import InputError
+from ..hub_access import refuse_without_access
 from .arrow_rows import without_nulls
 from .record import Record, first_line
 
 
 @contextmanager
 def _quiet(path: str) -> Iterator[None]:
-    """Without progress bars, and with the library's errors as sentences.
+    """Without progress bars, and with the library's errors as sentences; nothing where the hub does not give it.
 
     Raises:
         InputError: if the dataset cannot be had.
     """
     import datasets
 
+    refuse_without_access(path, "README.md", kind="dataset")
     were_shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

@@ -1,0 +1,98 @@
+"""Whether the hub gives a model or dataset to this user: asked once, in a few seconds, before a library loads it.
+
+The libraries try six times, half a minute for each file, and then name the file that they looked for last.
+"""
+
+import threading
+from pathlib import Path
+from typing import Literal
+
+from .errors import InputError
+
+Kind = Literal["model", "dataset"]
+SECONDS = 5.0
+"""To wait for an answer, looking up the hub's name included."""
+
+
+def refuse_without_access(
+    name: str, file: str, *, kind: Kind = "model", revision: str | None = None, seconds: float = SECONDS
+) -> None:
+    """Nothing, unless the hub refuses a model or dataset, or does not answer and the cache does not know it either.
+
+    A folder here needs no hub. A file that is missing in the repository, and a hub that is busy, are left to the
+    library that loads it.
+
+    Args:
+        name: a folder here, or an id on the hub.
+        file: whose metadata is asked for: the first that the library will ask for.
+        revision: branch, tag or commit; None for the main branch.
+        seconds: to wait for an answer.
+
+    Raises:
+        InputError: with what to do to get it.
+    """
+    if Path(name).is_dir():
+        return
+    from huggingface_hub import errors, hf_hub_url, try_to_load_from_cache  # a tenth of a second
+
+    try:
+        url = hf_hub_url(name, file, repo_type=kind, revision=revision)
+    except errors.HFValidationError as error:
+        raise InputError(f"{name} is neither a folder here nor an id on the hub (owner/name).") from error
+    failure = _failure(url, seconds)
+    answered = isinstance(failure, errors.HfHubHTTPError)
+    if failure and (answered or try_to_load_from_cache(name, file, repo_type=kind, revision=revision) is None):
+        why = _why_refused(failure, name, kind, revision) if answered else _why_silent(failure, name)
+        if why is not None:
+            raise InputError(f"{why}, or give the folder of a {kind}.") from failure
+
+
+def _why_refused(failure: Exception, name: str, kind: Kind, revision: str | None) -> str | None:
+    """What to do about an answer of the hub, None if it is none that refuses access."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if isinstance(failure, errors.GatedRepoError):
+        return f"No access to {name}: accept its terms at {page}, log in with `hf auth login`"
+    if isinstance(failure, errors.RepositoryNotFoundError):
+        return f"The hub has no {kind} {name}, or a private one: check the name, log in with `hf auth login`"
+    if isinstance(failure, errors.RevisionNotFoundError):
+        return f"{name} has no branch, tag or commit {revision}: check the revision"
+    if isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (401, 403):
+        return f"No access to {name} ({_first_line(failure)}): log in with `hf auth login`"
+    return None
+
+
+def _why_silent(failure: Exception, name: str) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(failure, OfflineModeIsEnabled):
+        return f"{name} is not in the cache, and HF_HUB_OFFLINE keeps it from being downloaded: unset it"
+    return f"The hub cannot be reached ({_first_line(failure)}), and {name} is not in the cache: check the network"
+
+
+def _failure(url: str, seconds: float) -> Exception | None:
+    """What a single request for a file's metadata ends in; None if that is an answer.
+
+    On a thread that is left behind: looking up a name, and trying one address after another, knows no time limit.
+    """
+    from huggingface_hub import get_hf_file_metadata
+    from huggingface_hub.errors import HTTPError
+
+    failures: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(url, timeout=seconds)
+            failures.append(None)
+        except (HTTPError, OSError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return failures[0] if failures else TimeoutError(f"no answer within {seconds:g} seconds")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,150 @@
+"""What the hub does not give is said within seconds, with the remedy that fits; the rest is left to the libraries."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from finetune import hub_access
+from finetune import model as models
+from finetune.errors import InputError
+from finetune.plan.model_config import read_config
+from finetune.sources import Source, identity, read
+
+COMMIT = "0" * 40
+ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
+    "good": (200, {"X-Repo-Commit": COMMIT, "ETag": '"1"', "Content-Length": "1"}),
+    "gated": (401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}),
+    "absent": (404, {"X-Error-Code": "RepoNotFound"}),
+    "private": (401, {}),
+    "no_revision": (404, {"X-Error-Code": "RevisionNotFound"}),
+    "no_file": (404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}),
+    "forbidden": (403, {"X-Error-Message": "The token may not read this."}),
+    "busy": (503, {}),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers for ``owner/NAME`` as the real one does; not at all for ``owner/silent``."""
+
+    def do_HEAD(self) -> None:  # the name that http.server asks for
+        name = self.path.removeprefix("/datasets").split("/")[2]
+        if name == "silent":
+            time.sleep(30)
+            return
+        code, headers = ANSWERS[name]
+        self.send_response(code)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def said(endpoint: str, cache: Path, code: str, **environment: str) -> list[str]:
+    """What a program prints, line by line, that may ``ask`` for names; with its standard error."""
+    program = (
+        "import time\n"
+        "from finetune.errors import InputError\n"
+        "from finetune.hub_access import refuse_without_access\n"
+        "def ask(name, file='config.json', **how):\n"
+        "    began = time.monotonic()\n"
+        "    try: refuse_without_access(name, file, **how); print('given')\n"
+        "    except InputError as error: print(error)\n"
+        "    assert time.monotonic() - began < 6\n"
+    )
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program + code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | own | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.splitlines()
+
+
+def test_each_refusal_of_the_hub_has_its_own_remedy_and_other_answers_have_none(endpoint: str, tmp_path: Path):
+    names = [f"owner/{name}" for name in ANSWERS]
+    lines = dict(zip(ANSWERS, said(endpoint, tmp_path, f"for name in {names}: ask(name, revision='v2')"), strict=True))
+    given = [name for name, line in lines.items() if line == "given"]
+    assert given == ["good", "no_file", "busy"]
+    assert lines["gated"] == (
+        f"No access to owner/gated: accept its terms at {endpoint}/owner/gated, log in with `hf auth login`, or give "
+        "the folder of a model."
+    )
+    assert lines["absent"].startswith(
+        "The hub has no model owner/absent, or a private one: check the name, log in with"
+    )
+    assert lines["no_revision"].startswith("owner/no_revision has no branch, tag or commit v2: check the revision")
+    for name in ("private", "forbidden"):
+        assert lines[name].startswith(f"No access to owner/{name} (")
+        assert lines[name].endswith("): log in with `hf auth login`, or give the folder of a model.")
+
+
+def test_dataset_is_asked_for_where_datasets_lie(endpoint: str, tmp_path: Path):
+    code = "ask('owner/good', 'README.md', kind='dataset'); ask('owner/gated', 'README.md', kind='dataset')"
+    good, gated = said(endpoint, tmp_path, code)
+    assert good == "given"
+    assert f"{endpoint}/datasets/owner/gated" in gated
+    assert gated.endswith("or give the folder of a dataset.")
+
+
+def test_hub_that_does_not_answer_is_waited_for_no_longer_than_the_time_given(endpoint: str, tmp_path: Path):
+    (line,) = said(endpoint, tmp_path, "ask('owner/silent', seconds=0.3)")
+    assert line.startswith("The hub cannot be reached (")
+    assert line.endswith("), and owner/silent is not in the cache: check the network, or give the folder of a model.")
+
+
+def test_without_a_network_what_the_cache_knows_is_given_and_folders_need_no_hub(tmp_path: Path):
+    repository = tmp_path / "hub" / "models--owner--known"
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    (repository / "snapshots" / COMMIT / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    code = f"ask('owner/known'); ask('owner/unknown'); ask({str(tmp_path)!r}); ask('a b/c')"
+    for environment, reason in (({}, "The hub cannot be reached ("), ({"HF_HUB_OFFLINE": "1"}, "owner/unknown is not")):
+        known, unknown, folder, wrong = said("http://127.0.0.1:9", tmp_path, code, **environment)
+        assert (known, folder) == ("given", "given")
+        assert unknown.startswith(reason)
+        assert wrong == "a b/c is neither a folder here nor an id on the hub (owner/name)."
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: models.load_config("owner/name", revision=None, trust_remote_code=False),
+        lambda: models.load_tokenizer("owner/name", revision=None, trust_remote_code=False, chat_template=None),
+        lambda: identity([Source("owner/name")]),
+        lambda: next(read(Source("owner/name"), streaming=True)),
+        lambda: read_config("owner/name"),
+    ],
+    ids=["model", "tokenizer", "dataset", "streamed dataset", "plan"],
+)
+def test_whatever_loads_from_the_hub_asks_for_access_first(
+    load: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hub_access, "_failure", lambda url, seconds: OSError(f"no way to {url.split('/')[-1]}"))
+    with pytest.raises(
+        InputError, match=r"^The hub cannot be reached \(no way to \w+.(json|md)\), and owner/name is not"
+    ):
+        load()
