@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,23 @@ FOLDERS = ("recipes", "accelerate_configs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop."""
+    """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop.
+
+    It is 1 as well where the output's reader leaves before the end, as `head` does. Rich's console does the same.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end, where nobody can catch it
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still in the buffer
+        os.close(nowhere)
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="finetune", description="Fine-tune language models with Accelerate.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -100,7 +117,7 @@ def _add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         allow_abbrev=False,
     )
     plan.add_argument("--model", metavar="MODEL", help="folder of a model, a config.json file, or an id on the hub")
-    plan.add_argument("--gpus", metavar="GPUS", help="8x80GB, 1xH200, 2x8xH100 for two machines; default: those here")
+    plan.add_argument("--gpus", metavar="GPUS", help="1x4090, 8x80GB, 2x8xH100 for two machines; default: those here")
     plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens of a row, as data.max_length")
     plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows of a step, as train.global_batch_size")
     plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of a packed row's documents")

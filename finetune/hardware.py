@@ -4,6 +4,7 @@
 Limits: NVIDIA only; all machines are alike; links are what a machine of that card usually has.
 """
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,8 @@ from .errors import InputError
 MOST_GPUS_OF_A_MACHINE = 16
 _COUNTED = re.compile(r"(?:(?P<first>[0-9]{1,6})\s*x\s*)?(?:(?P<second>[0-9]{1,6})\s*x\s*)?(?P<card>.*)", re.I | re.S)
 _SIZE = re.compile(r"(?P<size>[0-9]{1,6}(?:\.[0-9]{1,3})?)\s*(?P<unit>GB|GiB)", re.I)
+_TELLS_NOTHING = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm(?:[2-6](?!\d))?|hbm\de?|[\s_-]", re.I)
+"""Of a card's name: its vendor and product line, and the socket and memory of the cards that hardware.yaml means."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,9 @@ def _read() -> Any:
 def parse_gpus(text: str) -> Machines:
     """What ``[MACHINES x] [GPUS x] CARD`` stands for: ``H100``, ``8x80GB``, ``2x8xH100``, ``4x22.5GiB``.
 
-    A card is a known name in any spelling (rtx-4090), with its memory where there are several (A100-40GB); or a
-    memory alone: GB as in a card's name, of which programs get less, or GiB for what they get. The speed of that is
-    not known.
+    A card is a known name in any spelling (4090, rtx-4090, "NVIDIA GeForce RTX 4090"), with its memory where there are
+    several (A100-40GB); or a memory alone: GB as in a card's name, of which programs get less, or GiB for what they
+    get. The speed of that is not known.
 
     Raises:
         InputError: for an unknown card or an impossible number, as a sentence.
@@ -127,12 +130,12 @@ def parse_gpus(text: str) -> Machines:
     nodes, gpus = (*([1] * (2 - len(numbers))), *numbers)
     shown = text.strip() or "an empty text"
     if nodes < 1 or gpus < 1:
-        raise InputError(f"--gpus: {shown} is no GPU at all; give at least one, 1xH100 say.")
+        raise InputError(f"--gpus: {shown} is no GPU at all; give at least one, for example 1xH100.")
     card = _card(counted["card"].strip(), shown)
     if gpus > MOST_GPUS_OF_A_MACHINE:
         raise InputError(
-            f"--gpus: {shown} is one machine with {gpus} GPUs, and machines have at most {MOST_GPUS_OF_A_MACHINE}; say "
-            f"how many there are of each, {-(-gpus // 8)}x8x{card.name} say."
+            f"--gpus: {shown} is one machine with {gpus} GPUs, and machines have at most {MOST_GPUS_OF_A_MACHINE}; "
+            f"write how many machines of how many GPUs there are, for example {-(-gpus // 8)}x8x{card.name}."
         )
     return Machines(card, gpus, nodes)
 
@@ -140,20 +143,27 @@ def parse_gpus(text: str) -> Machines:
 def _card(written: str, shown: str) -> Gpu:
     if sized := _SIZE.fullmatch(written):
         if float(sized["size"]) == 0:
-            raise InputError(f"--gpus: {shown} has no memory; give that of one card, 8x80GB say.")
+            raise InputError(f"--gpus: {shown} has no memory; give that of one card, for example 8x80GB.")
         return _of_memory(float(sized["size"]), in_gib=sized["unit"].lower() == "gib")
-    wanted = _squeezed(written)
+    spellings: dict[str, Gpu] = {}
     for gpu in known_gpus():
-        if wanted in (_squeezed(gpu.name), _squeezed(_family(gpu)), _squeezed(f"{_family(gpu)}{gpu.gb}GB")):
-            return gpu
+        for name in (gpu.name, _family(gpu), f"{_family(gpu)}{gpu.gb}GB"):
+            spellings.setdefault(_squeezed(name), gpu)
+    wanted = _squeezed(written)
+    if wanted in spellings:
+        return spellings[wanted]
+    of_the_family = [name for name in spellings if re.match(rf"{name}(?!\d)", wanted)]  # A100 PCIe is an A100
+    close = sorted(of_the_family, key=len)[-1:] or difflib.get_close_matches(wanted, spellings, n=1, cutoff=0.7)
+    meant = f"did you mean {spellings[close[0]].name}? Known" if close else "known"
     known = ", ".join(gpu.name for gpu in known_gpus())
     raise InputError(
-        f"--gpus: {shown} names no GPU that is known here; known are {known}. Or give the memory alone: 8x80GB."
+        f"--gpus: {shown} names no GPU that is known here; {meant} are {known}. Or give the memory alone: 8x80GB."
     )
 
 
 def _squeezed(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    """What is left of a name that tells one card from another."""
+    return _TELLS_NOTHING.sub("", name).lower()
 
 
 def _family(gpu: Gpu) -> str:

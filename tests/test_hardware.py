@@ -88,8 +88,11 @@ def test_any_text_is_machines_or_a_sentence(text: str):
     [
         ("0xH100", "0xH100 is no GPU at all; give at least one"),
         ("0x8xH100", "0x8xH100 is no GPU at all"),
-        ("32xH100", "machines have at most 16; say how many there are of each, 4x8xH100 say"),
-        ("8xH900", "8xH900 names no GPU that is known here; known are B200, H200, H100,"),
+        (
+            "32xH100",
+            "machines have at most 16; write how many machines of how many GPUs there are, for example 4x8xH100",
+        ),
+        ("8xMI300X", "8xMI300X names no GPU that is known here; known are B200, H200, H100,"),
         ("", "an empty text names no GPU"),
         ("8x0GB", "8x0GB has no memory"),
         ("-1xH100", "names no GPU"),
@@ -103,9 +106,31 @@ def test_what_is_no_machine_is_refused_with_a_sentence(text: str, sentence: str)
     assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["rtx4090", "RTX-4090", "1x rtx_4090", "RTX 4090-24GB"])
-def test_a_card_is_known_in_any_spelling(text: str):
-    assert parse_gpus(text).gpu.name == "RTX 4090"
+@pytest.mark.parametrize(
+    ("name", "spellings"),
+    {
+        "RTX 4090": ["4090", "1x4090", "2x4090-24gb", "rtx4090", "1x rtx_4090", "1xNVIDIA GeForce RTX 4090"],
+        "RTX A6000": ["A6000", "8x NVIDIA RTX A6000"],
+        "RTX 6000 Ada": ["6000ada", "NVIDIA RTX 6000 Ada Generation"],
+        "H100": ["h100", "8xH100 SXM", "H100-SXM5-80GB", "NVIDIA H100 80GB HBM3"],
+        "H100 PCIe": ["h100-pcie", "NVIDIA H100 PCIe"],
+        "A100-80GB": ["a100", "A100-SXM4-80GB", "8xA100 SXM 80GB"],
+        "A100-40GB": ["NVIDIA A100-SXM4-40GB"],
+        "V100-16GB": ["Tesla V100-SXM2-16GB"],
+        "T4": ["Tesla T4"],
+    }.items(),
+)
+def test_a_card_is_known_in_any_spelling_and_without_its_vendor(name: str, spellings: list[str]):
+    assert {text: parse_gpus(text).gpu.name for text in spellings} == dict.fromkeys(spellings, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("1x4099", "RTX 4090"), ("RTX 4090 Ti", "RTX 4090"), ("8xH900", "H200"), ("A100-PCIE-40GB", "A100-80GB")],
+)
+def test_an_unknown_card_is_never_taken_for_another_but_the_nearest_is_named(text: str, meant: str):
+    with pytest.raises(InputError, match=f"did you mean {meant}[?] Known are B200"):
+        parse_gpus(text)
 
 
 def test_a_memory_alone_promises_no_more_than_any_card_of_that_size_and_no_speed():

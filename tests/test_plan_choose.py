@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -141,6 +142,21 @@ def test_recommended_fits_and_nothing_that_fits_without_offload_is_faster(memory
                 )
             return
     assert answer.recommendation is None
+
+
+def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloaded_one_is_named():
+    asked = question("1x24GB", batch=16, shape=LLAMA_8B)
+    answer = plan(asked)
+    assert answer.recommendation is not None
+    best, reason = answer.recommendation.row, answer.recommendation.reason
+    speed = best.time.tokens_per_second
+    fitting = [row for row in answer.rows if row.verdict == "fits"]
+    counted = [row for row in fitting if not offloads(row)]
+    fastest = max(fitting, key=lambda row: row.time.tokens_per_second)
+    assert fastest.time.tokens_per_second > 1.2 * speed  # there is something to be said
+    assert speed == max(row.time.tokens_per_second for row in counted)
+    assert re.search(r"is the fastest of (\d+) ways that fit without offloading", reason)[1] == str(len(counted))
+    assert f"{fastest.name} is predicted at {fastest.time.tokens_per_second / speed:.0%} of that speed" in reason
 
 
 @pytest.mark.parametrize("forgets", ["bisection", "verdict"])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InputError
-from .candidates import Impossible, Judge, candidates
+from .candidates import SAME_SPEED, Impossible, Judge, candidates
 from .command import launch_command
 from .nearest import Nearest, nearest_that_fits, nearest_to
 from .placement import placement_of
@@ -90,27 +90,39 @@ def _offloads(row: Row) -> bool:
 
 
 def reason(best: Row, rows: Sequence[Row]) -> str:
-    """Why a row is recommended, and what there is for those who want every weight trained."""
-    fitting = [row for row in rows if row.verdict == best.verdict]
+    """Why a row is recommended, what offloading promises beyond it, and how every weight can be trained."""
+    alike = [row for row in rows if row.verdict == best.verdict]
+    fitting = [row for row in alike if _offloads(row) == _offloads(best)]
+    apart = "" if len(fitting) == len(alike) else " without offloading"
     needed = f"needs {best.gpu.bytes / GIB:.1f} of {(best.gpu.there or 0) / GIB:.1f} GiB of a GPU"
-    name = best.name[0].upper() + best.name[1:]
+    name = _sentence_start(best)
     if best.verdict == "tight":
         worst = best.worst
         text = (
-            f"Nothing leaves a tenth of the memory free; {best.name} is the fastest of what may just fit: it takes "
-            f"{worst.share or 0:.0%} of the {worst.what}."
+            f"Nothing leaves a tenth of the memory free; {best.name} is the fastest of what may just fit{apart}: it "
+            f"takes {worst.share or 0:.0%} of the {worst.what}."
         )
     elif len(rows) == 1:
         text = f"{name} fits: it {needed}."
     elif len(fitting) == 1:
-        text = f"{name} is the only way that fits: it {needed}."
+        text = f"{name} is the only way that fits{apart}: it {needed}."
     else:
-        stays = "" if _offloads(best) else " on the GPUs"
-        text = f"{name} is the fastest of {len(fitting)} ways that fit{stays}, and {needed}."
+        text = f"{name} is the fastest of {len(fitting)} ways that fit{apart}, and {needed}."
     if _offloads(best) and best.host.there is None:
         text += f" A machine must have {best.host.bytes / GIB:.0f} GiB of host memory for it (--host-memory)."
+    fastest = max(alike, key=lambda row: row.time.tokens_per_second)
+    speed = fastest.time.tokens_per_second / best.time.tokens_per_second
+    if speed > 1 + SAME_SPEED:
+        text += (
+            f" {_sentence_start(fastest)} is predicted at {speed:.0%} of that speed, provided that every transfer "
+            "overlaps with computation."
+        )
     whole = [row for row in fitting if row.setting.adapter == "none" and not _offloads(row)]
     if best.setting.adapter != "none" and whole:
         speed = whole[0].time.tokens_per_second / best.time.tokens_per_second
         text += f" To train every weight, take {whole[0].setting.strategy}: {speed:.0%} of that speed (--method full)."
     return text
+
+
+def _sentence_start(row: Row) -> str:
+    return row.name[0].upper() + row.name[1:]
