@@ -18,8 +18,14 @@ from .adapter_source import AdapterSource, inject, saved_names
 
 
 def load_as_trained(source: AdapterSource) -> PreTrainedModel:
-    """The base as training computed with it, quantised where it was, and the adapter beside it in fp32."""
+    """The base with the values that training computed with, and the adapter beside it in fp32.
+
+    4-bit weights are those values, dequantised to the dtype of training, which takes as much memory as merging does.
+    8-bit layers stay as they are, since they round what comes in as well.
+    """
     model = _load_base(source, source.bits, source.dtype)
+    if source.bits == 4:
+        _dequantize(model)
     _attach(model, source)
     return on_device(model)
 
@@ -54,9 +60,10 @@ def load_merged(source: AdapterSource, *, dequantized: bool, dtype: torch.dtype)
 
 
 def on_device(model: Any) -> Any:
-    """The model on the GPU, if there is one with room for it and for what it computes, else where it is."""
+    """The model on the GPU, where there is room for it, for one weight in fp32 and for what it computes."""
     room = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    fits = 1.2 * model.get_memory_footprint() + 4 * 2**30 < room
+    in_fp32 = 4 * max(parameter.numel() for parameter in model.parameters())
+    fits = 1.2 * model.get_memory_footprint() + in_fp32 + 4 * 2**30 < room
     return model.to("cuda") if fits and model.device.type != "cuda" else model
 
 

@@ -1,10 +1,15 @@
 """Two models held against each other on real text: how far their logits and probabilities are apart.
 
+Both compute in fp32, whatever their weights are stored in: what differs is then the weights, and not the rounding of
+each product, which in bf16 is the larger part by far.
+
 Memory stays bounded: at most 16 rows of 512 tokens, 4,096 tokens together; the first model's logits are kept for them
-(1 GiB for a vocabulary of 128k in 16 bits), the second's only for one row at a time.
+(2 GiB for a vocabulary of 128k), the second's only for one row at a time. Of the weights, one module's are in fp32 at a
+time: at most the output head's (2 GiB for 128k of width 4,096).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,17 +136,39 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def logits(model: Any, text: Text, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Logits of each row, of shape (tokens, vocabulary), on the CPU.
-
-    Args:
-        dtype: of computation: weights in fp32 beside others of this dtype compute in it, as they do in training.
-    """
+def logits(model: Any, text: Text) -> Iterator[torch.Tensor]:
+    """Logits of each row, of shape (tokens, vocabulary), in fp32 on the CPU."""
     model.eval()
     device = model.device
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    with _computing_in_fp32(model):
         for row in text.rows:
-            yield model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].cpu()
+            yield model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float().cpu()
+
+
+@contextmanager
+def _computing_in_fp32(model: torch.nn.Module) -> Iterator[None]:
+    """While a module computes, its own 16-bit weights are in fp32; after it they are what they were.
+
+    Quantised weights stay as they are: their layers compute in the dtype of what comes in.
+    """
+    narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: torch.nn.Module, _: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                narrow[weight] = weight.data
+                weight.data = weight.data.float()
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight in narrow:
+                weight.data = narrow.pop(weight)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(widen).remove)
+            hooks.callback(module.register_forward_hook(restore).remove)
+        yield
 
 
 def compare(first: Sequence[torch.Tensor], second: Iterable[torch.Tensor]) -> Difference:

@@ -1,8 +1,9 @@
 """An adapter merged into its base: a model that needs no PEFT, checked on real text before it is left.
 
 The merged model is written beside its folder, read back and held against base and adapter as they were trained, and
-only then takes its place: the folder is complete or absent. One model is in memory at a time. After training on 8-bit
-weights the difference is more than rounding, because activations were in 8 bits there as well.
+only then takes its place: the folder is complete or absent. One model is in memory at a time, in the dtype of its
+weights. After training on 8-bit weights the difference is more than rounding, because activations were in 8 bits there
+as well.
 """
 
 import gc
@@ -25,9 +26,9 @@ from .errors import InputError, RunStopped, refuse_if_any
 from .strategy import prepare_import
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LARGEST_KL, LARGEST_KL_8_BIT = 0.05, 0.25
-"""Nats per token. Computing in bf16 gives 0.003 to 0.007 on SmolLM2-135M. LLM.int8 quantises activations as well, which
-the merged model does not: 0.04 to 0.09 there."""
+EQUAL_KL, LARGEST_KL, LARGEST_KL_8_BIT = 1e-6, 0.05, 0.25
+"""Nats per token: what is no difference, what rounding may make, and what it may after LLM.int8, which rounds inputs.
+On SmolLM2-135M: 1e-11 for a merge in fp32, 8e-5 in bf16, 0.01 to 0.09 after 8 bits."""
 DISK_MARGIN = 1.05
 """Tokenizer and configuration lie beside the weights."""
 
@@ -81,7 +82,7 @@ def merge(
     )
 
     say(f"Adapter {source.folder} on {source.base} ({kind(source)}): computing {text.tokens:,} tokens ...")
-    before = list(comparison.logits(adapted_model.load_as_trained(source), text, source.dtype))
+    before = list(comparison.logits(adapted_model.load_as_trained(source), text))
     gc.collect()  # PEFT's modules know each other
     temporary = temporary_folder(folder)
     temporary.mkdir(parents=True)
@@ -92,7 +93,7 @@ def merge(
         tokenizer.save_pretrained(temporary)
         say("Reading the merged model back ...")
         saved = AutoModelForCausalLM.from_pretrained(temporary, dtype=out, use_safetensors=True)
-        difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text, out))
+        difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text))
         result = {
             "folder": str(folder),
             "adapter": str(source.folder),
@@ -104,6 +105,8 @@ def merge(
             "seconds": round(time.perf_counter() - start, 1),
             "text": text.name,
             "difference": asdict(difference),
+            "verdict": verdict(difference, source.bits),
+            "includes": included(source, onto),
         }
         check(difference, text, source, onto, folder)
         (temporary / "README.md").write_text(model_card(result), encoding="utf-8")
@@ -185,13 +188,39 @@ def kind(source: AdapterSource) -> str:
     return f"quantised to {source.bits} bits" if source.bits else "not quantised"
 
 
+def largest_kl(bits: int | None) -> float:
+    """Nats per token that rounding may make, after training on weights of so many bits."""
+    return LARGEST_KL_8_BIT if bits == 8 else LARGEST_KL
+
+
+def verdict(difference: Difference, bits: int | None) -> str:
+    """What a difference means: ``equal``, ``rounded`` or ``different``."""
+    if difference.mean_kl <= EQUAL_KL:
+        return "equal"
+    return "rounded" if difference.mean_kl <= largest_kl(bits) else "different"
+
+
+def included(source: AdapterSource, onto: str) -> str | None:
+    """What the difference holds beside the rounding of the merged weights."""
+    stored = models.stored_dtype(source.config)
+    if source.bits and onto == "original":
+        return f"the error of the base's {source.bits}-bit weights, which the adapter saw"
+    if source.bits == 8:
+        return "the error of 8-bit activations, which the merged model has not"
+    if not source.bits and stored.itemsize > source.dtype.itemsize:
+        return f"the rounding of the base's {stored} weights to {source.dtype}, which the adapter saw".replace(
+            "torch.", ""
+        )
+    return None
+
+
 def check(difference: Difference, text: Text, source: AdapterSource, onto: str, folder: Path) -> None:
     """Refuse a merged model that is not base and adapter.
 
     Raises:
         RunStopped: with the figures. Onto the original weights of a quantised base only what is no number is refused.
     """
-    limit = LARGEST_KL_8_BIT if source.bits == 8 else LARGEST_KL
+    limit = largest_kl(source.bits)
     if difference.mean_kl <= (float("inf") if source.bits and onto == "original" else limit):
         return
     raise RunStopped(
@@ -212,14 +241,18 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def _measured(result: dict[str, Any]) -> str:
+    meaning = {
+        "equal": f"the same model (at most {EQUAL_KL} nats per token apart).",
+        "rounded": f"the same model up to rounding (at most {largest_kl(result['bits'])} nats per token apart).",
+        "different": "another model than was trained; evaluate it before use.",
+    }
     lines = [
         f"Against base and adapter as trained, over {result['difference']['tokens']:,} tokens of {result['text']}:",
         Difference(**result["difference"]).table(),
+        f"Verdict: {meaning[result['verdict']]}",
     ]
-    if result["bits"] and result["onto"] == "original":
-        lines.append(f"This includes the error of the base's {result['bits']}-bit weights, which the adapter saw.")
-    elif result["bits"] == 8:
-        lines.append("This includes the error of 8-bit activations, which the merged model has not.")
+    if result["includes"]:
+        lines.append(f"This includes {result['includes']}.")
     return "\n".join(lines)
 
 

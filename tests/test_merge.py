@@ -302,6 +302,7 @@ def test_4_bit_run_merges_onto_the_original_weights_and_tells_the_quantisation_e
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in theirs)
     assert result["difference"]["mean_kl"] > 1e-4
     assert "includes the error of the base's 4-bit weights" in merging.describe(result)
+    assert "Verdict: " in merging.describe(result)
 
 
 def test_8_bit_run_is_merged_onto_weights_within_half_a_step_of_the_original_ones(
@@ -332,6 +333,71 @@ def test_bf16_merge_of_a_quantised_bf16_run_stays_within_the_bound(
     assert result["bits"] == bits
     assert result["difference"]["mean_kl"] < 1e-3
     assert saved(tmp_path / "merged").dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def base_in_bf16(tmp_path_factory: pytest.TempPathFactory, tied_base: Path) -> Path:
+    """As models are published."""
+    folder = tmp_path_factory.mktemp("base") / "bf16"
+    AutoModelForCausalLM.from_pretrained(tied_base, dtype=torch.bfloat16).save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("bits", ["none", 4])
+def test_fp32_merge_of_a_bf16_run_is_equal_and_a_bf16_merge_is_rounded(
+    bits: str | int, train: Callable[..., Path], base_in_bf16: Path, tmp_path: Path
+):
+    """The difference is that of the weights alone: what bf16 makes of each product is not in it."""
+    run = train("bf16", model=base_in_bf16, quantization__bits=bits)
+    exact, rounded = (merge(run, tmp_path / dtype, dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert exact["difference"]["largest_logit"] < 1e-5 < 1e-3 < rounded["difference"]["largest_logit"]
+    assert exact["verdict"] == "equal"
+    assert "Verdict: the same model (at most 1e-06 nats per token apart)." in merging.describe(exact)
+    assert "This includes" not in merging.describe(exact)
+
+
+@pytest.mark.parametrize(
+    ("kl", "bits", "verdict"),
+    [
+        (1e-6, None, "equal"),
+        (2e-6, 4, "rounded"),
+        (0.05, 4, "rounded"),
+        (0.051, 4, "different"),
+        (0.2, 8, "rounded"),
+        (0.26, 8, "different"),
+        (math.nan, None, "different"),
+    ],
+)
+def test_verdict_says_what_a_difference_means(kl: float, bits: int | None, verdict: str):
+    assert merging.verdict(comparison.Difference(1, 0.0, 0.0, kl, 1.0), bits) == verdict
+
+
+def test_fp32_weights_that_a_bf16_run_rounded_are_told_as_a_part_of_the_difference(
+    train: Callable[..., Path], tmp_path: Path
+):
+    result = merge(train("bf16"), tmp_path / "merged", dtype="fp32")
+    assert "includes the rounding of the base's float32 weights to bfloat16" in merging.describe(result)
+
+
+def test_models_are_compared_in_fp32_and_keep_their_weights(base_in_bf16: Path):
+    """One module at a time is in fp32, so that no more memory than the weights' own is needed."""
+    text = comparison.Text("any", [[5, 6, 7, 8]])
+    model = AutoModelForCausalLM.from_pretrained(base_in_bf16, dtype=torch.bfloat16)
+    wide = 0
+
+    def count(layer: torch.nn.Module, *_: Any) -> None:
+        nonlocal wide
+        wide = max(wide, len({id(p) for p in model.parameters() if p.dtype == torch.float32}))
+
+    for layer in [module for module in model.modules() if type(module) is torch.nn.Linear]:
+        layer.register_forward_pre_hook(count)
+        layer.register_forward_hook(count)
+    (found,) = comparison.logits(model, text)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert wide == 1
+    (expected,) = comparison.logits(model.float(), text)
+    assert torch.equal(found, expected)
 
 
 def test_bare_adapter_of_a_quantised_base_is_merged_with_bits_and_refused_a_wrong_number(
