@@ -202,15 +202,15 @@ def test_attention_that_is_not_installed_is_refused_before_the_data_are_read(
 
 @pytest.mark.trains
 def test_model_that_cannot_be_loaded_costs_neither_the_earlier_run_nor_the_folder(
-    tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, weights_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def load(*args, **kwargs):
         raise OSError("the disk is gone")
 
     (tmp_path / "out" / "final").mkdir(parents=True)
-    monkeypatch.setattr(sft.models.AutoModelForCausalLM, "from_config", load)
+    monkeypatch.setattr(sft.models.AutoModelForCausalLM, "from_pretrained", load)
     with pytest.raises(InputError, match=r"could not be loaded \(the disk is gone\)"):
-        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out", train__overwrite=True))
+        sft.main(scenarios.configuration(weights_folder, conversations, tmp_path / "out", train__overwrite=True))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"final", ".lock"}
 
 
