@@ -1,6 +1,8 @@
 """Wrong input ends a run before weights load, with a sentence; a run that breaks later says where."""
 
 import json
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import strategy as strategies
 from finetune.errors import InputError
+from finetune.strategy.launch import launched_as
 from recipes import sft
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +174,23 @@ def test_launch_that_cannot_work_is_refused(
         monkeypatch.setenv(key, value)
     config = scenarios.configuration(model_folder, conversations, tmp_path / "out", train__micro_batch_size=1)
     assert sentence in refused(config)
+
+
+@pytest.mark.parametrize("use", ["bitsandbytes", "a GPU"])
+def test_notebook_that_can_start_no_processes_any_more_is_told_what_to_do(use: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    strategy_file, before = ROOT / "accelerate_configs" / "ddp.yaml", dict(os.environ)
+    with launched_as(strategy_file, num_processes=2):
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    if use == "bitsandbytes":
+        monkeypatch.setitem(sys.modules, "bitsandbytes", sys)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(InputError, match=r"accelerate launch in a cell.*or restart the kernel"):
+        launched_as(strategy_file, num_processes=2).__enter__()
+    with launched_as(strategy_file, num_processes=1):  # which starts none
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert dict(os.environ) == before
 
 
 def test_clipping_in_the_launch_file_that_contradicts_the_recipe_is_refused(

@@ -5,12 +5,16 @@ Accelerate's own launch code, so that a strategy file means the same from a note
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils import launch as accelerate_environment
+
+from ..errors import InputError
 
 
 def launch_environment(
@@ -43,7 +47,16 @@ def launched_as(strategy_file: str | Path, num_processes: int, mixed_precision: 
     """Set that environment for the processes that are started inside, and restore the old one.
 
     ``with launched_as("accelerate_configs/ddp.yaml", 2): notebook_launcher(main, (config,), num_processes=2)``
+
+    Raises:
+        InputError: if this process cannot be forked any more, which ``notebook_launcher`` does for several processes.
     """
+    if num_processes > 1 and (torch.cuda.is_initialized() or "bitsandbytes" in sys.modules):
+        raise InputError(
+            "This kernel has used a GPU or imported bitsandbytes (every run with an adapter does), after which "
+            "notebook_launcher cannot start processes. Start them with accelerate launch in a cell, as "
+            "notebooks/01_first_run.ipynb does, or restart the kernel."
+        )
     before = dict(os.environ)
     os.environ.update(launch_environment(strategy_file, num_processes, mixed_precision))
     try:
