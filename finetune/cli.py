@@ -1,18 +1,30 @@
 """The ``finetune`` command. Each verb imports what it needs when it runs, so that ``--help`` answers at once."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from . import __version__
 from .errors import InputError, RunStopped
 from .shipped import shipped_files
 
 FOLDERS = ("recipes", "accelerate_configs")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Name the choice that a word may have been meant for."""
+        if refused := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="finetune", description="Fine-tune language models with Accelerate.")
+    parser = _Parser(prog="finetune", description="Fine-tune language models with Accelerate.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_init(verbs)
@@ -53,13 +65,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     return exit_code
 
 
-def _add_init(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_init(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     init = verbs.add_parser("init", help="unpack recipes, strategy files and sample configurations into a folder")
     init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
     init.set_defaults(run=_init)
 
 
-def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     merge = verbs.add_parser("merge", help="merge an adapter into its base, to a model that needs no PEFT")
     merge.add_argument(
         "source", metavar="RUN_OR_ADAPTER", type=Path, help="output folder of a run, or folder of an adapter"
@@ -83,7 +95,7 @@ def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     merge.set_defaults(run=_merge)
 
 
-def _add_data(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     data = verbs.add_parser(
         "data",
         help="show what a run's model will see of its data: rows, masks, lengths, packing, steps",
@@ -106,7 +118,7 @@ def _add_data(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     data.set_defaults(run=_data)
 
 
-def _add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan = verbs.add_parser(
         "plan",
         help="say what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
@@ -154,7 +166,7 @@ def _add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     plan.set_defaults(run=_plan)
 
 
-def _add_checkpoint(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     checkpoint = verbs.add_parser("checkpoint", help="list, check or export the checkpoints of a run")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
     ls = actions.add_parser("ls", help="list the checkpoints of a run, also those that are not complete")

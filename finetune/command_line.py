@@ -41,7 +41,8 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     if unknown and not problems:  # words after an unknown flag are taken for its value
         problems.append(f"{' '.join(unknown)!r} belongs to no flag; write --section.key VALUE, see --help.")
     values, file_problems = _read_file(known.config)
-    problems += file_problems
+    if file_problems:  # what the file holds is not known, so that nothing can be missing
+        raise InputError(problems + file_problems)
     for section in config_class.model_fields:  # a section that is absent or empty has its defaults, or lacks keys
         values[section] = {} if values.get(section) is None else values[section]
     fields = dict(_fields(config_class))
@@ -189,11 +190,21 @@ def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicateKeys)
     except OSError as error:
         return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
+    except yaml.MarkedYAMLError as error:
+        return {}, [_not_yaml(path, error)]
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); mend the file."]
+        return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); fix the file."]
     if not isinstance(values, dict):
         return {}, [f"--config {path}: the file holds no sections; see --help for them."]
     return values, []
+
+
+def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
+    """The problem, with the place in the file and a caret below it."""
+    mark = error.problem_mark
+    assert mark is not None
+    sentence = f"--config {path}: not valid YAML in line {mark.line + 1}, {error.problem}; fix the file:"
+    return f"{sentence}\n{mark.get_snippet(indent=2)}"
 
 
 class _NoDuplicateKeys(yaml.SafeLoader):
@@ -220,11 +231,15 @@ def _nearest(key: str, config_class: type[BaseModel]) -> str:
 
 
 def _one_of_each_key(errors: Sequence[Any]) -> list[Any]:
-    """Of a key that takes several types pydantic tells why it is none of them; the nearest miss says most."""
+    """Of a key that takes several types pydantic tells why it is none of them; the nearest miss says most.
+
+    It comes with all of them as ``misses``.
+    """
     of_key: dict[tuple[str | int, ...], list[Any]] = {}
     for error in errors:
         of_key.setdefault(error["loc"][:2], []).append(error)
-    return [max(each, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))) for each in of_key.values()]
+    nearest = [max(each, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))) for each in of_key.values()]
+    return [{**error, "misses": [e["type"] for e in each]} for error, each in zip(nearest, of_key.values())]
 
 
 def _sentence(error: Any, config_class: type[BaseModel]) -> str:
@@ -242,4 +257,23 @@ def _sentence(error: Any, config_class: type[BaseModel]) -> str:
     if len(location) == 1:
         return f"{key}: {error['input']!r} is not a section; write its keys below it, indented, see --help."
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if len(error["misses"]) > 1 and all(
+        miss.endswith(("_type", "_parsing", "literal_error")) for miss in error["misses"]
+    ):
+        message = _allowed(dict(_fields(config_class))[key].annotation, error["input"])
     return f"{key}: {error['input']!r} was given, but it should be {message}; change it, or see --help."
+
+
+def _allowed(annotation: Any, given: Any) -> str:
+    """The types that a key takes, in words; with the list that the value given may have been meant for."""
+    if get_origin(annotation) is Annotated:
+        return _allowed(get_args(annotation)[0], given)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_allowed(each, given) for each in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is list:
+        return f"a list such as [{given}]" if isinstance(given, str) else "a list"
+    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[
+        annotation
+    ]

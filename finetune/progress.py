@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .durations import spoken
+
 
 class Preparing:
     """Shows what is prepared before the run, and how far: a line that moves in a terminal, else a line now and then."""
@@ -89,7 +91,7 @@ class Screen:
         if self.bar.disable and (step % self.every == 0 or step == self.total_steps):
             left = self.seconds / self.steps * (self.total_steps - step)
             norm = "overflow" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
-            self.say(f"step {step}/{self.total_steps}  {figures}  grad norm {norm}  {left:.0f} s left")
+            self.say(f"step {step}/{self.total_steps}  {figures}  grad norm {norm}  {spoken(left)} left")
         if "not_finite" in metrics:
             rows = metrics["rows"]
             named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")

@@ -60,6 +60,19 @@ def test_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, 
     assert reason in problems("--config", str(file), *REQUIRED)[0]
 
 
+def test_file_that_cannot_be_read_is_the_only_problem_and_shows_its_place(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("data:\n  train: [a.jsonl\ntrain:\n  steps: 3\n")
+    (problem,) = problems("--config", str(file))
+    assert problem.splitlines() == [
+        f"--config {file}: not valid YAML in line 3, expected ',' or ']', but got ':'; fix the file:",
+        "  train:",
+        "       ^",
+    ]
+    (problem,) = problems("--config", str(tmp_path / "absent.yaml"))
+    assert "absent.yaml: the file cannot be read" in problem
+
+
 def test_missing_file_flag_without_value_and_stray_word_are_sentences():
     assert "nowhere.yaml: the file cannot be read" in problems("--config", "nowhere.yaml", *REQUIRED)[0]
     assert "expected one argument; see --help." in problems(*REQUIRED, "--train.seed")[0]
@@ -134,6 +147,26 @@ def test_configuration_cannot_be_changed_after_it_was_read():
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (
+            ["--adapter.targets", "q_proj"],
+            "adapter.targets: 'q_proj' was given, but it should be all-linear or a list such ",
+        ),
+        (
+            ["--adapter.targets", "q, v"],
+            "adapter.targets: 'q, v' was given, but it should be all-linear or a list such as [q, v];",
+        ),
+        (
+            ["--train.micro_batch_size", "many"],
+            "train.micro_batch_size: 'many' was given, but it should be a whole number or auto",
+        ),
+        (
+            ["--train.micro_batch_size", "0"],
+            "train.micro_batch_size: 0 was given, but it should be greater than or equal to 1",
+        ),
+        (
+            ["--eval.prompts", "Why?"],
+            "eval.prompts: 'Why?' was given, but it should be a whole number or a list such as [Why?]",
+        ),
         (["--data.eval", "1.5"], "data.eval: 1.5 was given, but it should be less than 1; change it, or see --help."),
         (["--data.train", "[{path: a, weigth: 2}]"], "data.train: weigth is not a key of an entry there; take it out"),
         (["--data.train", "[{weight: 2}]"], "data.train: an entry there lacks the key path; add it."),

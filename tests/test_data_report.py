@@ -613,6 +613,24 @@ class TestVerb:
         assert stopped.value.code == 2
         assert "unrecognized arguments: --data.max_length 8" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("words", "meant"),
+        [
+            (["dta"], "data"),
+            (["chekpoint", "ls", "x"], "checkpoint"),
+            (["checkpoint", "verfy", "x"], "verify"),
+            (["x"], ""),
+        ],
+    )
+    def test_typo_of_a_verb_gets_the_verb_that_was_meant(
+        self, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(words)
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert said.endswith(f"; did you mean {meant}?\n") if meant else "did you mean" not in said
+
     def test_help_imports_nothing_heavy(self):
         program = (
             "import sys\nfrom finetune import cli\n"

@@ -86,7 +86,7 @@ def imports(path: Path) -> set[str]:
 # from the lowest; a module imports from its own line and from those above it
 LAYERS_FROM_THE_LOWEST = """
 loss schedule row_order flops errors start_up cores config randomness rounding packing compatibility hardware shipped \
-hub_access
+hub_access durations
 sources formats messages rendering chat template_process encoding pipeline cache preparation rows batches data \
 streaming weight_files weights model data_checks attention packing_support optimizer eight_bit adapter quantization
 strategy evaluation metrics output output_folder progress checkpoint

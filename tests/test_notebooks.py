@@ -26,8 +26,17 @@ def test_notebook_has_no_outputs(path: Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_commands_to_copy_have_one_backslash_at_the_end_of_a_line(path: Path):
+    shown = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    assert not [line for source in shown for line in source.splitlines() if line.endswith("\\\\")]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_without_errors_and_warnings(path: Path):
     notebook = nbformat.read(path, as_version=4)
+    cells = notebook.cells
+    first = next(i for i, cell in enumerate(cells) if cell.cell_type == "code")
+    notebook.cells = [*cells[: first + 1], cells[first].copy(), *cells[first + 1 :]]  # as one does by accident
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": path.parent}})
     client.execute()  # raises at the first cell that fails
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..durations import spoken
 from .figures import Report
 from .lengths import Bin
 from .row_text import ShownRow, visible
@@ -99,18 +100,12 @@ def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
         [f"steps of {report.global_batch_size} rows, an epoch", *(f"{each.steps_per_epoch:,.1f}" for each in both)],
         ["steps of the run", *(f"{each.steps:,}" for each in both)],
         ["trained tokens, a step", *(f"{each.trained_tokens_per_step:,.0f}" for each in both)],
-        ["time of an epoch", *(_duration(each.seconds_per_epoch) for each in both)],
+        [
+            "time of an epoch",
+            *("?" if each.seconds_per_epoch is None else spoken(each.seconds_per_epoch) for each in both),
+        ],
     ]
     return heads, rows
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60:,} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def speed(report: Report) -> str:
