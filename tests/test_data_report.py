@@ -536,7 +536,7 @@ class TestVerb:
         (folder / "config.json").write_text(json.dumps(described | model))
         for entry in keys.get("data__eval", []):
             entry["path"] = str(conversations)
-        arguments = configure(str(conversations), model__path=str(folder), **keys)
+        arguments = configure(str(conversations), model__path=str(folder), model__random_weights=True, **keys)
         with pytest.raises(InputError) as refused:
             sft.main(command_line.parse(sft.Config, arguments[1:]))
         (problem,) = refused.value.problems
