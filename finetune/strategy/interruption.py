@@ -72,13 +72,14 @@ class Interruption:
             dist.destroy_process_group(self._group)
 
     def take_signals(self) -> None:
-        """From here on a signal is noted, for the run to save before it ends."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python lets no other thread take signals
-        self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
-        self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, self._pass_by)
+        """From here on a signal is noted, for the run to save before it ends; collective, so that no process trains
+        while a signal would still end another."""
+        if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
+            self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
+            self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            for number in SIGNALS:
+                signal.signal(number, self._pass_by)
+        self.gather(None)
 
     def agree(self, *flags: int) -> list[int]:
         """The largest of each flag over all processes; collective, and the same everywhere."""
