@@ -106,8 +106,10 @@ def _why_empty(rows: Rows, max_length: int) -> str:
         return f"all {dropped:,} rows lost their trained tokens at data.max_length {max_length}; raise data.max_length."
     if rejected:
         source, reason = rows.summary["first_rejected"][0]
-        which = f"the only one, {source}" if rejected == 1 else f"the first of {rejected:,}, {source}"
-        return f"no row can be used. Of {which}: {reason}. Every reason is in {rows.folder / 'rejected.jsonl'}."
+        every = (
+            f"; the reasons of all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
+        )
+        return f"no row can be used. {source}: {reason}{every}."
     return "there is no row; give a file that holds some."
 
 

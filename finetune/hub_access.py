@@ -4,6 +4,7 @@ The libraries try six times, half a minute for each file, and then name the file
 """
 
 import threading
+from concurrent import futures
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,7 @@ def refuse_without_access(
     Raises:
         InputError: with what to do to get it.
     """
-    if Path(name).is_dir():
+    if Path(name).exists():
         return
     from huggingface_hub import errors, hf_hub_url, try_to_load_from_cache  # a tenth of a second
 
@@ -79,19 +80,22 @@ def _failure(url: str, seconds: float) -> Exception | None:
     from huggingface_hub import get_hf_file_metadata
     from huggingface_hub.errors import HTTPError
 
-    failures: list[Exception | None] = []
+    answer: futures.Future[object] = futures.Future()
 
     def ask() -> None:
         try:
-            get_hf_file_metadata(url, timeout=seconds)
-            failures.append(None)
-        except (HTTPError, OSError) as error:
-            failures.append(error)
+            answer.set_result(get_hf_file_metadata(url, timeout=seconds))
+        except Exception as error:  # raised below
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return failures[0] if failures else TimeoutError(f"no answer within {seconds:g} seconds")
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer.result(seconds)
+    except futures.TimeoutError:
+        return TimeoutError(f"no answer within {seconds:g} seconds")
+    except (HTTPError, OSError) as error:
+        return error
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,18 +1,20 @@
 """Conversations rendered in a process of its own, which ends if a chat template needs too much time or memory.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides,
-but not from loops within loops, ``'a' * 10**10`` or ``9**9**9``. The last two are one operation of Python each, which
-no exception, signal handler or other thread can stop; the kernel can stop a process. Time is the CPU time of that
-process, so a busy machine refuses nothing. Limit: memory is limited on Linux only.
+but not from loops within loops, ``'a' * 10**10`` or ``9 ** (9 ** 9)``. The last two are one operation of Python each,
+which no exception, signal handler or other thread can stop; the kernel can stop a process. Time is the CPU time of
+that process, so a busy machine refuses nothing. Limit: memory is limited on Linux only.
 
-The child reads pickled questions (a pickled ``Template``, and ``Conversation``s) until its standard input is closed,
-and writes a pickled answer for each conversation as soon as it has one: see ``serve``.
+The child has a socket as its standard input. From there it reads pickled questions (a pickled ``Template``, and
+``Conversation``s with their seconds) until it is closed, and writes a pickled answer for each conversation as soon as
+it has one: see ``serve``.
 """
 
 import os
 import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,13 +23,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BufferedRWPair
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import psutil
 
 from .chat import ChatTemplate, Span
-from .errors import BadRow, InputError
+from .errors import BadRow, InputError, RunStopped
 from .rendering import Message, RenderingTooLong, Template
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ class TemplateProcess:
         Raises:
             InputError: if the template needs more than it may; from then on at every call, so that no thread waits for
                 another try.
+        RunStopped: if the child failed, for a reason that is not the template's.
         """
         if not conversations:  # texts need no child
             return []
@@ -101,7 +105,7 @@ class _Child:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: tuple[subprocess.Popen[bytes], BufferedRWPair] | None = None
         self._end: weakref.finalize
 
     def answers(
@@ -112,18 +116,17 @@ class _Child:
         Args:
             template: a pickled ``Template``.
         """
-        process, complete = self._process or self._started(), False
+        process, channel = self._running or self._started()
         found: list[Rendered | BadRow | str] = []
-        assert process.stdin is not None
-        assert process.stdout is not None
+        complete = False
         try:
-            with suppress(BrokenPipeError):  # why it ended is said below
-                pickle.dump((template, conversations), process.stdin)
-                process.stdin.flush()
+            with suppress(ConnectionError):  # why it ended is said below
+                pickle.dump((template, conversations), channel)
+                channel.flush()
             for _, seconds in conversations:
                 try:
-                    found.append(pickle.load(process.stdout))
-                except (EOFError, pickle.UnpicklingError):
+                    found.append(pickle.load(channel))
+                except (EOFError, ConnectionError, pickle.UnpicklingError):
                     found.append(_why_ended(process.wait(), seconds))
                 if isinstance(found[-1], str):
                     return found
@@ -131,35 +134,36 @@ class _Child:
             return found
         finally:
             if not complete:  # what is still to be read would be taken for the answers to the next question
-                self._process = None
+                self._running = None
                 self._end()
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        # in a session of its own: what a terminal signals is for the run, which then lets its child end
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        return self._process
+    def _started(self) -> "tuple[subprocess.Popen[bytes], BufferedRWPair]":
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # in a session of its own: what a terminal signals is for the run, which then lets its child end
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, *sys.path], stdin=theirs.fileno(), stdout=2, start_new_session=True
+            )
+            channel = ours.makefile("rwb")  # which keeps the socket open
+        self._running = process, channel
+        self._end = weakref.finalize(self, _end, process, channel)
+        return process, channel
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", channel: BufferedRWPair) -> None:
     """Nothing is read, so that a fork of the process that asked does not wait for a child that is not its own."""
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
+    with suppress(ConnectionError):
+        channel.close()
     process.wait()
 
 
 def _why_ended(code: int, seconds: float) -> str:
     if code == -signal.SIGPROF:
         return f"was still rendering this conversation after {seconds:.1f} seconds of CPU time"
-    return f"ended the process that renders it (exit code {code})"
+    if code < 0:
+        return f"made the process that renders it end with {signal.Signals(-code).name}"
+    raise RunStopped(f"The process that renders chat templates failed with exit code {code}; see the error above.")
 
 
 _children: "WeakValueDictionary[int, _Child]" = WeakValueDictionary()
@@ -177,22 +181,24 @@ def shared_child() -> _Child:
 
 def serve() -> None:
     """Answer questions until there are no more."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked is gone
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when whoever asked is gone
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # when the time is over; it may have been ignored by whoever asked
     if sys.platform == "linux":  # where the kernel keeps to it
-        most = psutil.Process().memory_info().vms + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        most, (_, hard) = psutil.Process().memory_info().vms + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     template_of = lru_cache(maxsize=16)(lambda pickled: ChatTemplate(pickle.loads(pickled)))
+    channel = socket.socket(fileno=0).makefile("rwb")
     while True:
         try:
-            pickled, conversations = pickle.load(sys.stdin.buffer)
+            pickled, conversations = pickle.load(channel)
         except EOFError:
             return
         for conversation, seconds in conversations:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             answer = pickle.dumps(_answer(template_of(pickled), conversation))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            sys.stdout.buffer.write(answer)
-            sys.stdout.buffer.flush()
+            channel.write(answer)
+            channel.flush()
 
 
 def _answer(template: ChatTemplate, conversation: Conversation) -> Rendered | BadRow | str:

@@ -15,7 +15,7 @@ from chat_templates import TOKENIZERS, tokenizer_for
 
 from finetune import template_process
 from finetune.encoding import Encoder
-from finetune.errors import BadRow, InputError
+from finetune.errors import BadRow, InputError, RunStopped
 from finetune.pipeline import RECORDS_AT_ONCE, Settings, encoded
 from finetune.sources import Source
 from finetune.template_process import Conversation, TemplateProcess
@@ -158,3 +158,20 @@ def test_data_whose_template_has_no_end_are_refused_at_once_though_every_thread_
     with pytest.raises(InputError, match="seconds of CPU time"):
         list(encoded([Source(str(path))], encoder, Settings(64)))
     assert cpu_seconds_of_children() - began < 2
+
+
+def test_child_under_limits_of_a_scheduler_that_prints_at_its_start_renders_and_prints_nothing_to_the_output(
+    tmp_path: Path,
+):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    code = ASKS.split("(child,)")[0].replace("import os, psutil", "import resource") + "print('rendered')"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", limited + code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "hello\nrendered\n", done.stderr
+
+
+def test_child_that_fails_by_itself_is_not_taken_for_a_fault_of_the_template(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
+    with pytest.raises(RunStopped, match="failed with exit code 3"):
+        template_process._Child().answers(b"", [(ROW, 1.0)])
