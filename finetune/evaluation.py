@@ -1,6 +1,7 @@
 """What a model has learnt: its loss on held-out rows, and its answers to questions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -12,6 +13,26 @@ from .errors import InputError
 from .loss import token_loss_sum
 from .row_order import EMPTY, micro_batches
 from .rows import Rows
+
+TOKENS_AT_ONCE = 2048
+"""Of questions that are answered together, with their answers: 1 GiB in the cache of Llama 2 7B."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is answered before and after training."""
+
+    name: str
+    """In words; no two questions have the same."""
+    prompt: list[int]
+    """Tokens up to where the answer begins."""
+    expected: str | None = None
+    """The held-out row's own answer, where it is compared."""
+    expected_tokens: int = 0
+
+    def most_tokens(self, max_new_tokens: int) -> int:
+        """Length of the answer, at most: one that is compared may be as long as the expected one."""
+        return max(max_new_tokens, self.expected_tokens)
 
 
 @torch.no_grad()
@@ -40,33 +61,104 @@ def answers(
     accelerator: Accelerator,
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    asked: list[tuple[str, list[int]]],
+    asked: Sequence[Question],
     max_new_tokens: int,
 ) -> dict[str, str]:
-    """Questions and greedy answers; every process answers all of them, since layers may be sharded over them."""
+    """Greedy answers by the names of their questions.
+
+    Every process answers all of them, since layers may be sharded over them.
+    """
     model.eval()
     bare = accelerator.unwrap_model(model)
-    texts = {
-        question: models.answer(bare, tokenizer, prompt, max_new_tokens=max_new_tokens, device=accelerator.device)
-        for question, prompt in asked
-    }
+    texts: dict[str, str] = {}
+    for batch in _batches(asked, max_new_tokens):
+        found = models.answers(
+            bare,
+            tokenizer,
+            [question.prompt for question in batch],
+            most_tokens=[question.most_tokens(max_new_tokens) for question in batch],
+            device=accelerator.device,
+        )
+        texts |= zip((question.name for question in batch), found)
     model.train()
     return texts
 
 
+def _batches(asked: Sequence[Question], max_new_tokens: int) -> Iterator[list[Question]]:
+    """Questions of like length, up to ``TOKENS_AT_ONCE`` with padding and answers, or one alone.
+
+    With room for 100 tokens and answers of 10, prompts of 40, 8 and 30 tokens are two batches: (40, 30) and (8).
+    """
+    batch: list[Question] = []
+    for question in sorted(asked, key=lambda question: len(question.prompt), reverse=True):
+        longer = [*batch, question]
+        each = len(longer[0].prompt) + max(other.most_tokens(max_new_tokens) for other in longer)
+        if batch and len(longer) * each > TOKENS_AT_ONCE:
+            yield batch
+            longer = [question]
+        batch = longer
+    if batch:
+        yield batch
+
+
 def questions(
-    prompts: int | list[str], held_out: Rows | None, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, list[int]]]:
-    """What to answer, in words and in tokens: given texts, or the first held-out rows up to their last answer."""
+    prompts: int | list[str], held_out: Rows | None, tokenizer: PreTrainedTokenizerBase, *, compared: bool
+) -> list[Question]:
+    """What to answer: given texts, or the first held-out rows up to their last answer.
+
+    Args:
+        compared: ask every held-out row, and hold the answer against the row's own.
+
+    Raises:
+        InputError: if no held-out row can be asked.
+    """
+    asked = []
     if isinstance(prompts, list):
-        return list(zip(prompts, models.prompt_tokens(tokenizer, prompts)))
-    if not prompts or held_out is None:
-        return []
-    rows = list(islice((row for row in held_out if row.prompt_tokens), prompts))
+        asked = [Question(*each) for each in zip(prompts, models.prompt_tokens(tokenizer, prompts))]
+    count = None if compared else prompts if isinstance(prompts, int) else 0
+    if held_out is None or count == 0:
+        return asked
+    # an answer that was cut at data.max_length is nobody's to give
+    whole = (row for row in held_out if row.prompt_tokens and (not compared or row.uncut_tokens == len(row.tokens)))
+    rows = list(islice(whole, count))
     if not rows:
+        key, instead = "prompts", "give the questions as a list of texts, or set it to 0"
+        if compared:
+            key, instead = "exact_match", "set it to false"
         raise InputError(
-            "eval.prompts asks for answers to held-out questions, but no held-out row has an answer that can be told "
-            "from its question (plain texts, or data.train_on all); give the questions as a list of texts, or set it "
-            "to 0."
+            f"eval.{key} asks for answers to held-out questions, but no held-out row has a whole answer that can be "
+            f"told from its question (plain texts, data.train_on all, or rows cut at data.max_length); {instead}."
         )
-    return [(row.question, row.tokens[: row.prompt_tokens].tolist()) for row in rows]
+    names = {question.name for question in asked}
+    for number, row in enumerate(rows, start=1):
+        name = row.question if row.question not in names else f"{row.question} (held-out row {number})"
+        names.add(name)
+        answer = row.tokens[row.prompt_tokens : row.spans[-1][1]].tolist()
+        own = (models.answer_texts(tokenizer, [answer])[0], len(answer)) if compared else (None, 0)
+        asked.append(Question(name, row.tokens[: row.prompt_tokens].tolist(), *own))
+    return asked
+
+
+def exact_match(asked: Sequence[Question], answered: Mapping[str, str]) -> float | None:
+    """Share of the compared questions whose answer is the expected one, word for word; None if one was not asked."""
+    compared = [question for question in asked if question.expected is not None]
+    if any(question.name not in answered for question in compared):
+        return None
+    return sum(answered[question.name] == question.expected for question in compared) / len(compared)
+
+
+def shown(asked: Sequence[Question], answered: Mapping[str, str], prompts: int | list[str]) -> dict[str, str]:
+    """Answers for a person to read. Of compared ones so many as are asked for, as often right as all of them are.
+
+    Of 36 compared answers of which 27 are right, 4 are the first three right ones and then the first wrong one.
+    """
+    count = prompts if isinstance(prompts, int) else 0
+    texts = {question.name: answered[question.name] for question in asked if question.expected is None}
+    compared = [question for question in asked if question.expected is not None]
+    right = [question for question in compared if answered[question.name] == question.expected]
+    wrong = [question for question in compared if answered[question.name] != question.expected]
+    right_ones = round(min(count, len(compared)) * len(right) / max(1, len(compared)))
+    texts |= {question.name: answered[question.name] for question in right[:right_ones]}
+    for question in wrong[: count - right_ones]:
+        texts[question.name] = f"{answered[question.name]}\n(expected: {question.expected})"
+    return texts

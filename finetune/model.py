@@ -287,31 +287,38 @@ def shape(model: PreTrainedModel) -> dict[str, int]:
 
 
 @torch.no_grad()
-def answer(
+def answers(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    most_tokens: Sequence[int],
     device: torch.device,
-) -> str:
-    """The most likely continuation. Every process must ask the same: sharded layers are gathered.
+) -> list[str]:
+    """The most likely continuations, computed together. Every process must ask the same: sharded layers are gathered.
 
     Args:
-        prompt: tokens up to where the answer begins.
+        prompts: tokens up to where the answers begin; shorter ones are padded on the left.
+        most_tokens: length of each answer, at most.
         device: where the model computes; offloaded weights lie elsewhere.
     """
-    input_ids = torch.tensor([list(prompt)], device=device)
+    longest, padding = max(map(len, prompts)), tokenizer.pad_token_id or 0
+    padded = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     with stock_attention(model):
         output = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=max(most_tokens),
             do_sample=False,
-            pad_token_id=tokenizer.pad_token_id or 0,
+            pad_token_id=padding,
         )
-    text = tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True)
-    return str(text).strip()
+    return answer_texts(tokenizer, [row[:most] for row, most in zip(output[:, longest:].tolist(), most_tokens)])
+
+
+def answer_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[list[int]]) -> list[str]:
+    """Words of answers, without what marks their ends."""
+    return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in tokens]
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -204,6 +204,8 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     loss = f"- loss of the last step: {of_last}\n"
     if "eval_loss" in metrics:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
+    if "exact_match" in run:
+        loss += f"- {describe_exact_match(run['exact_match'])}\n"
     is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
     kind = "library_name: peft\ntags: [sft, lora]" if is_adapter else "library_name: transformers\ntags: [sft]"
@@ -215,6 +217,13 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         f"precision {run['strategy']['precision']}\n\n"
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(run['config'], sort_keys=False)}```\n"
     )
+
+
+def describe_exact_match(found: Mapping[str, Any]) -> str:
+    """The entry of run.yaml as a line: how many held-out answers are right word for word."""
+    rows, before = found["rows"], found["before"]
+    was = "not asked" if before is None else f"{round(rows * before):,}"
+    return f"exact match on {rows:,} held-out rows: {was} before, {round(rows * found['after']):,} after training"
 
 
 def save_final(

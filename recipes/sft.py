@@ -94,7 +94,7 @@ def main(cfg: Config) -> None:
         + batch_problems(cfg.train.global_batch_size, rows_at_least(cfg.train), strategy.world_size)
         + data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train)
         + folder_problems()
-        + question_problems(cfg.eval.prompts, cfg.data.eval)
+        + question_problems(cfg.eval, cfg.data.eval)
         + unused_adapter_keys(cfg.adapter)
     )
     resumes_from, _ = checkpoint.look_for(resume, folder)
@@ -143,7 +143,7 @@ def main(cfg: Config) -> None:
     )
     rows, held_out = read_data(cfg, tokenizer, model_config)
     work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
-    asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer)
+    asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
     fingerprints = {
         "train": work.fingerprint,
         "eval": held_out.fingerprint if held_out else None,
@@ -469,9 +469,15 @@ def main(cfg: Config) -> None:
                 record["eval_loss"] = {"before": progress["eval_loss"], "after": metrics["eval_loss"]}
             measured = meter.measured() if finished else progress.get("measured", meter.measured())
             record["measured"] = measured
+            answers_after = answers()
+            if cfg.eval.exact_match:
+                record["exact_match"] = {
+                    "rows": sum(question.expected is not None for question in asked),
+                    "before": evaluation.exact_match(asked, progress["answers"]),
+                    "after": evaluation.exact_match(asked, answers_after),
+                }
             if accelerator.is_main_process:  # before final/, whose name stands for a run that is finished
                 output.write_run(folder, record)
-            answers_after = answers()
             with strategies.one_writes():
                 output.save_final(
                     folder,
@@ -488,10 +494,12 @@ def main(cfg: Config) -> None:
         if held_out:
             before, after = record["eval_loss"].values()
             screen.say(f"held-out loss: {before:.4f} before, {after:.4f} after training")
+        if cfg.eval.exact_match:
+            screen.say(output.describe_exact_match(record["exact_match"]))
         for line in planned.compare(**measured) if planned else []:
             screen.say(line)
-        if asked:
-            screen.answers(progress["answers"], answers_after)
+        if answers_shown := evaluation.shown(asked, answers_after, cfg.eval.prompts):
+            screen.answers(progress["answers"], answers_shown)
         if cfg.adapter.type == "none":
             screen.say(f"The fine-tuned model lies in {folder / 'final'}")
         else:
@@ -653,10 +661,13 @@ def unused_adapter_keys(adapter: config.Adapter) -> list[str]:
     ]
 
 
-def question_problems(prompts: int | list[str], held_out: object) -> list[str]:
-    if isinstance(prompts, int) and prompts and not held_out:
-        return ["eval.prompts asks for held-out conversations, but data.eval names none; set data.eval."]
-    return []
+def question_problems(section: config.Eval, held_out: object) -> list[str]:
+    asks = {"prompts": isinstance(section.prompts, int) and section.prompts > 0, "exact_match": section.exact_match}
+    return [
+        f"eval.{key} asks for held-out conversations, but data.eval names none; set data.eval."
+        for key, is_asked in asks.items()
+        if is_asked and not held_out
+    ]
 
 
 def packing_problems(model_config: models.PreTrainedConfig, attention_name: str, dtype: torch.dtype) -> list[str]:

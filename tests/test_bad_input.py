@@ -107,12 +107,17 @@ def test_broken_line_names_file_and_line(tmp_path: Path, model_folder: Path, con
     assert "1 row cannot be used" in text
 
 
-def test_prompts_without_an_answer_among_the_held_out_rows_are_refused(
-    tmp_path: Path, model_folder: Path, conversations: Path
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [("prompts", 2, "give the questions as a list of texts, or set it to 0"), ("exact_match", True, "set it to false")],
+)
+def test_questions_without_an_answer_among_the_held_out_rows_are_refused(
+    key: str, value: int, advice: str, tmp_path: Path, model_folder: Path, conversations: Path
 ):
-    changes = {"eval__prompts": 2, "data__eval": 0.2, "data__train_on": "all"}
+    changes = {f"eval__{key}": value, "data__eval": 0.2, "data__train_on": "all"}
     text = refused(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
-    assert "give the questions as a list of texts" in text
+    assert f"eval.{key} asks for answers to held-out questions" in text
+    assert advice in text
 
 
 @pytest.mark.parametrize(
@@ -134,9 +139,12 @@ def test_data_settings_that_cannot_work_are_refused(
     assert sentence in refused(scenarios.configuration(model_folder, conversations, tmp_path / "out", **changes))
 
 
-def test_prompts_without_held_out_data_are_refused(tmp_path: Path, model_folder: Path, conversations: Path):
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", eval__prompts=2)
-    assert "set data.eval" in refused(config)
+@pytest.mark.parametrize(("key", "value"), [("prompts", 2), ("exact_match", True)])
+def test_answers_to_held_out_questions_without_held_out_data_are_refused(
+    key: str, value: int, tmp_path: Path, model_folder: Path, conversations: Path
+):
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "out", **{f"eval__{key}": value})
+    assert f"eval.{key} asks for held-out conversations, but data.eval names none; set data.eval." in refused(config)
 
 
 @pytest.mark.parametrize(

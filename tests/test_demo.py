@@ -1,5 +1,6 @@
 """``make demo``, as a user runs it: the real SmolLM2-135M learns, and shows it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,18 +14,36 @@ from finetune.demo_model import demo_model
 ROOT = Path(__file__).parent.parent
 
 
-def test_demo_lowers_the_held_out_loss_by_a_third_and_changes_the_answers(tmp_path: Path):
+def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
+    """In the process that fetches and converts it, libraries that would draw one draw nothing."""
+    (tmp_path / "finetune" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+    program = (
+        "import runpy\nrunpy.run_module('finetune.demo_model', run_name='__main__')\n"
+        "from tqdm.auto import tqdm\nassert list(tqdm([1, 2])) == [1, 2]"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{tmp_path / 'finetune' / 'SmolLM2-135M-Instruct'}\n"
+
+
+def test_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_out_rows_exactly(tmp_path: Path):
     environment = Path(sys.prefix)
     command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", f"VENV={environment}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     metrics = read_metrics(tmp_path / "demo")
-    losses = yaml.safe_load((tmp_path / "demo" / "run.yaml").read_text())["eval_loss"]
+    record = yaml.safe_load((tmp_path / "demo" / "run.yaml").read_text())
+    losses, matches = record["eval_loss"], record["exact_match"]
     assert losses["after"] < 0.7 * losses["before"]
     assert metrics[-1]["eval_loss"] == losses["after"]
     assert re.search(r"held-out loss: \d\.\d{4} before, \d\.\d{4} after training", result.stdout)
-    assert result.stdout.count("├") == 2  # three answers in the table
-    assert result.stdout.count('{"do":') == 3  # the format that was taught, in no answer before
+    assert (matches["rows"], matches["before"]) == (36, 0)  # the format that was taught is in no answer before
+    assert matches["after"] > 0.5
+    after = round(36 * matches["after"])
+    assert f"exact match on 36 held-out rows: 0 before, {after} after training" in result.stdout
+    assert result.stdout.count("├") == 3  # four answers in the table
+    assert result.stdout.count("(expected:") == 4 - round(4 * matches["after"])  # as often wrong as all are
     assert f"The adapter lies in {tmp_path / 'demo' / 'final'}" in result.stdout
     assert all(len(line) <= 100 for line in result.stdout.splitlines() if "lies in" not in line)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import yaml
 from parity import BF16_TOLERANCE
 from safetensors.torch import load_file
 from scenarios import read_metrics
@@ -67,6 +68,7 @@ def runs(
     for strategy, processes in LAUNCHES:
         output = tmp_path_factory.mktemp("launched") / strategy
         extra = ["--data.eval", held_out, "--eval.prompts", "1", "--eval.max_new_tokens", "4"]
+        extra += ["--eval.exact_match", "true"]
         done[strategy] = launch(strategy, processes, *flags_for(saved_model, conversations, output), *extra), output
     return done
 
@@ -83,6 +85,14 @@ def test_launch_trains_prints_once_and_ends_well(strategy: str, processes: int, 
     assert "Traceback" not in result.stderr
     assert max(len(line) for line in result.stdout.splitlines() if "┃" in line or "│" in line) <= 80
     assert sorted(path.name for path in output.iterdir()) == [".lock", "final", "metrics.jsonl", "run.yaml"]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
+def test_launch_answers_every_whole_held_out_row_together(strategy: str, processes: int, runs):
+    _, output = runs[strategy]
+    record = yaml.safe_load((output / "run.yaml").read_text())
+    assert record["strategy"]["processes"] == processes
+    assert record["exact_match"] == {"rows": 10, "before": 0.0, "after": 0.0}  # of 11, of which one is cut
 
 
 @pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
