@@ -177,7 +177,9 @@ def test_a_fully_trained_checkpoint_is_exported_as_the_model_that_was_trained(
     model = save_run(tmp_path / "run", base)
     code, printed, _ = run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "new" / "model", "--json")
     assert code == 0
-    assert json.loads(printed)["step"] == 3
+    told = json.loads(printed)
+    assert told["step"] == 3
+    assert told["parameters"] == sum(value.numel() for value in model.parameters()) > 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "model")
     assert str(exported.dtype) == f"torch.{dtype}"
     expected = dict(model.named_parameters())

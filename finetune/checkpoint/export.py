@@ -52,6 +52,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         name.removeprefix(WEIGHTS): value if adapter_alone else value.to(dtype)
         for name, value in checkpoint.tensors(WEIGHTS + name for name in shapes)
     }
+    parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
     temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
         "kind": "adapter" if adapter_alone else "model",
-        "parameters": sum(value.numel() for value in state.values()),
+        "parameters": parameters,
     }
 
 
