@@ -4,8 +4,8 @@ Both compute in fp32, whatever their weights are stored in: what differs is then
 each product, which in bf16 is the larger part by far.
 
 Memory stays bounded: at most 16 rows of 512 tokens, 4,096 tokens together; the first model's logits are kept for them
-(2 GiB for a vocabulary of 128k), the second's only for one row at a time. Of the weights, one module's are in fp32 at a
-time: at most the output head's (2 GiB for 128k of width 4,096).
+(2 GiB for a vocabulary of 128k), the second's only for one row at a time. Of the weights, only those of the module that
+computes are in fp32: at most the output head's (2 GiB for 128k of width 4,096).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -252,7 +252,7 @@ def _measured(result: dict[str, Any]) -> str:
         f"Verdict: {meaning[result['verdict']]}",
     ]
     if result["includes"]:
-        lines.append(f"This includes {result['includes']}.")
+        lines.append(f"The difference includes {result['includes']}.")
     return "\n".join(lines)
 
 
