@@ -50,6 +50,11 @@ def files(path: str, revision: str | None) -> list[Path]:
         raise InputError(
             f"model.path: the weights of {path} cannot be downloaded ({error}); check the connection, or give a folder."
         ) from error
+    if not (folder / weight_files.ONE_FILE).is_file() and not (folder / weight_files.INDEX).is_file():
+        raise InputError(
+            f"model.path: {path} has no weights in safetensors on the hub, and pickle files are not read, because they "
+            "can run code; take a model that has them, or convert it."
+        )
     return weight_files.local_files(folder)
 
 
@@ -135,7 +140,7 @@ def not_finite(files: Sequence[Path], *, rank: int = 0, world_size: int = 1) -> 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite: the extremes are NaN where one value is. Ten times as fast as ``isfinite``."""
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
     for part in tensor.flatten().split(ELEMENTS_AT_ONCE):
         whole = part.float() if part.element_size() == 1 else part  # 8-bit formats have no minimum

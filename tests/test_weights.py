@@ -203,6 +203,11 @@ def test_one_weight_that_is_not_finite_is_found(value: float, dtype: torch.dtype
     assert f"holds NaN or infinite weights, in {UP};" in weights.not_finite(weight_files.local_files(folder))[0]
 
 
+def test_tensor_without_elements_is_finite(folder: Path):
+    change(folder, lambda state: state.update(empty=torch.zeros(0, 4)))
+    assert weights.not_finite(weight_files.local_files(folder)) == []
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_tensor_is_checked_by_one_process(world_size: int, folder: Path):
     names = list(load_file(folder / weight_files.ONE_FILE))
@@ -265,15 +270,20 @@ def test_weights_that_transformers_would_read_from_elsewhere_are_refused(folder:
         train(folder)
 
 
-def test_weights_of_a_hub_model_are_taken_from_its_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_of_a_hub_model_are_taken_from_its_cache_and_must_be_safetensors(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     commit = "0" * 40
     cached = tmp_path / "hub" / "models--owner--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text(commit)
-    shutil.copytree(folder, cached / "snapshots" / commit)
+    snapshot = shutil.copytree(folder, cached / "snapshots" / commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert weights.files("owner/name", None) == [cached / "snapshots" / commit / weight_files.ONE_FILE]
+    assert weights.files("owner/name", None) == [snapshot / weight_files.ONE_FILE]
+    (snapshot / weight_files.ONE_FILE).unlink()
+    with pytest.raises(InputError, match="owner/name has no weights in safetensors on the hub"):
+        weights.files("owner/name", None)
 
 
 def test_merge_refuses_a_base_or_an_adapter_with_a_nan_and_a_base_that_lacks_a_tensor(
