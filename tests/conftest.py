@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from ranks import Ranks
 
 from finetune import template_process
@@ -62,6 +63,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests rehearse on the CPU wherever they run; those of a GPU are asked for with ``-m gpu``."""
+    # models of a few thousand weights: threads would wait for one another longer than they compute
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)  # PyTorch has read the variable
     os.environ["FINETUNE_DATA_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

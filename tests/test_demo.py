@@ -6,12 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from scenarios import read_metrics
 
 from finetune.demo_model import demo_model
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 135M weights trains here, for which conftest's one thread is too few."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
 
 
 def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
