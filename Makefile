@@ -1,6 +1,6 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
-# make test   formatting, lint, types and every test
-# make parity measure the README's tables of strategies and of resumed runs anew
+# make test   formatting, lint, types and tests, of which matrices are thinned out to every pair of their settings
+# make prove  every point of the matrices; writes the README's tables of strategies and of resumed runs anew
 # make tables write the README's table of what goes with what, and its plan, from the code
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
@@ -11,7 +11,7 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
 
-.PHONY: demo test parity tables ops clean
+.PHONY: demo test prove tables ops clean
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.demo_model) && \
@@ -26,8 +26,9 @@ test: $(VENV)/.test ops
 	mypy
 	python -m pytest
 
-parity: $(VENV)/.test ops
-	python -m pytest -m "prove or not prove" tests/test_parity.py tests/test_resume.py --record-parity
+prove: $(VENV)/.test ops
+	python -m pytest -m "prove or not prove" --record-parity tests/test_parity.py tests/test_resume.py \
+	  tests/test_compatibility.py tests/test_adapters.py
 	python -m benchmarks.parity_table
 	python -m benchmarks.resume_table
 

@@ -1,4 +1,4 @@
-"""Writes the README's table of strategies from what `make parity` measured (benchmarks/results/parity.json)."""
+"""Writes the README's table of strategies from what `make prove` measured (benchmarks/results/parity.json)."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "parity.json"
-START, END = "<!-- parity table: written by `make parity` -->", "<!-- end of parity table -->"
+START, END = "<!-- parity table: written by `make prove` -->", "<!-- end of parity table -->"
 
 
 def table(results: dict[str, Any]) -> str:

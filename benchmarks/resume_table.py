@@ -1,4 +1,4 @@
-"""Writes the README's table of resumed runs from what `make parity` measured (benchmarks/results/resume.json)."""
+"""Writes the README's table of resumed runs from what `make prove` measured (benchmarks/results/resume.json)."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "resume.json"
-START, END = "<!-- resume table: written by `make parity` -->", "<!-- end of resume table -->"
+START, END = "<!-- resume table: written by `make prove` -->", "<!-- end of resume table -->"
 
 
 def table(results: dict[str, Any]) -> str:

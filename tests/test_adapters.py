@@ -1,5 +1,6 @@
 """LoRA and QLoRA: the same run under every strategy, a base that does not move, and an adapter that is really saved."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import scenarios
 import tiny
 import torch
+from covering import covered
 from parity import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
@@ -74,11 +76,22 @@ def runs(ranks: Any, weights_folder: Path, conversations: Path, tmp_path_factory
     return Runs(ranks, weights_folder, conversations, tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
-def test_losses_gradient_norms_and_adapter_are_those_of_one_process(
-    strategy: str, world_size: int, method: str, runs: Runs
-):
+IN_BF16 = [*LAUNCHES[:8], ("hsdp", 4)]
+POINTS = [
+    (launch, method, precision)
+    for precision, launches in (("no", LAUNCHES), ("bf16", IN_BF16))
+    for launch in launches
+    for method in METHODS
+]
+
+
+def points(precision: str) -> list[Any]:
+    return [point for point in covered(POINTS) if point.values[0][2] == precision]
+
+
+@pytest.mark.parametrize("point", points("no"))
+def test_losses_gradient_norms_and_adapter_are_those_of_one_process(point: Any, runs: Runs):
+    (strategy, world_size), method, _ = point
     accumulation = 4 // world_size  # two processes accumulate, four do not
     skip_what_this_machine_lacks(strategy)
     expected, expected_adapter = runs.on_one_process(method, "no")
@@ -91,9 +104,9 @@ def test_losses_gradient_norms_and_adapter_are_those_of_one_process(
         assert (saved[name] - weight).abs().mean() < 1e-6, name
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("strategy", "world_size"), [*LAUNCHES[:8], ("hsdp", 4)], ids=str)
-def test_bf16_losses_stay_within_the_stated_tolerance(strategy: str, world_size: int, method: str, runs: Runs):
+@pytest.mark.parametrize("point", points("bf16"))
+def test_bf16_losses_stay_within_the_stated_tolerance(point: Any, runs: Runs):
+    (strategy, world_size), method, _ = point
     skip_what_this_machine_lacks(strategy)
     expected, _ = runs.on_one_process(method, "bf16")
     metrics, _ = runs(strategy, world_size, "bf16", **changes(method, ROWS_PER_STEP // (world_size * 2)))
@@ -535,10 +548,14 @@ def test_model_that_is_no_causal_language_model_is_refused_with_a_sentence(
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", adapter__type="lora"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit"])
-@pytest.mark.parametrize("weights", ["fp32_master", "bf16"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_8_bit_state_in_bf16_follows_one_process_in_fp32(strategy: str, weights: str, optimizer: str, runs: Runs):
+EIGHT_BIT = itertools.product(
+    ("ddp", "fsdp2", "zero2", "zero3"), ("fp32_master", "bf16"), ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+)
+
+
+@pytest.mark.parametrize("point", covered(list(EIGHT_BIT)))
+def test_8_bit_state_in_bf16_follows_one_process_in_fp32(point: Any, runs: Runs):
+    strategy, weights, optimizer = point
     rate = 3e-4 if optimizer == "lion_8bit" else 1e-3
     settings = {"train__optimizer": optimizer, "train__learning_rate": rate, "train__steps": 8}
     settings |= {"train__micro_batch_size": 4, "train__max_grad_norm": 0.5}
