@@ -427,7 +427,8 @@ def test_killed_while_saving_an_earlier_adapter_remains_whole(
             sft.main(config)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()} == earlier
     sft.main(config)  # and the next run clears up
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "run.yaml", "metrics.jsonl", "final"}
+    left = {".lock", "run.yaml", "metrics.jsonl", "checkpoints", "final"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == left
 
 
 # -- published models ------------------------------------------------------------------------------------------------
