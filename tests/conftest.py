@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests rehearse on the CPU wherever they run; those of a GPU are asked for with ``-m gpu``."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
     # models of a few thousand weights: threads would wait for one another longer than they compute
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)  # PyTorch has read the variable
