@@ -157,7 +157,7 @@ def test_data_whose_template_has_no_end_are_refused_at_once_though_every_thread_
     began = cpu_seconds_of_children()
     with pytest.raises(InputError, match="seconds of CPU time"):
         list(encoded([Source(str(path))], encoder, Settings(64)))
-    assert cpu_seconds_of_children() - began < 2
+    assert cpu_seconds_of_children() - began < 4  # of trying in each of the ten batches again, at least 9
 
 
 def test_child_under_limits_of_a_scheduler_that_prints_at_its_start_renders_and_prints_nothing_to_the_output(
