@@ -122,7 +122,7 @@ def marked(pair: tuple[str, Launch, Launch]) -> Any:
     return pytest.param(*pair, id="-".join(map(name_of, pair)), marks=[] if is_kept(*pair) else [pytest.mark.prove])
 
 
-@pytest.mark.parametrize(("method", "before", "after"), map(marked, PAIRS))
+@pytest.mark.parametrize(("method", "before", "after"), [marked(pair) for pair in PAIRS])
 def test_second_half_under_another_launch_is_that_of_the_uninterrupted_run(
     method: str,
     before: Launch,
