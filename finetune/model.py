@@ -31,7 +31,7 @@ from .template_process import Conversation, TemplateProcess
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
 MOST_LAYERS = 2000
-"""Ten times as many as the deepest published models have; building the modules of a million takes hours."""
+"""Llama 3.1 405B has 126. A number that is wrong by far would build modules without end."""
 
 
 def quiet() -> None:
@@ -109,10 +109,12 @@ def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
     Args:
         sizes: keys of a config.json, as transformers names them.
     """
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    sizes = {key: sizes[key] for key in keys if isinstance(sizes.get(key), int)}  # some models have one for each layer
     found = [
-        f"model.path: config.json says {key}: {sizes[key]}, but it is 1 or more; correct it, or download it again."
-        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-        if isinstance(sizes.get(key), int) and sizes[key] < 1
+        f"model.path: config.json says {key}: {size}, but it is 1 or more; correct it, or download it again."
+        for key, size in sizes.items()
+        if size < 1
     ]
     heads, key_value_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if not found and heads and key_value_heads and heads % key_value_heads:
@@ -120,7 +122,7 @@ def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
             f"model.path: config.json says num_attention_heads: {heads}, which its num_key_value_heads "
             f"{key_value_heads} do not divide; correct it, or download it again."
         )
-    if (sizes.get("num_hidden_layers") or 0) > MOST_LAYERS:
+    if sizes.get("num_hidden_layers", 0) > MOST_LAYERS:
         found.append(
             f"model.path: config.json says num_hidden_layers: {sizes['num_hidden_layers']:,}, more than the "
             f"{MOST_LAYERS:,} that are supported; correct it, or download it again."

@@ -271,6 +271,11 @@ def test_weights_that_transformers_would_read_from_elsewhere_are_refused(folder:
         train(folder)
 
 
+def test_sizes_that_a_model_has_for_each_of_its_layers_are_left_to_it():
+    assert models._impossible_sizes({"num_attention_heads": [8, 4], "num_key_value_heads": [3, 4]}) == []
+    assert models._impossible_sizes({"num_attention_heads": 8, "num_key_value_heads": [3, 4]}) == []
+
+
 def test_weights_of_a_hub_model_are_taken_from_its_cache_and_must_be_safetensors(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
