@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pe
 .PHONY: demo test prove tables ops clean
 
 demo: $(VENV)/.demo
-	@MODEL=$$(python -m finetune.demo_model) && \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(python -c "from finetune import cores; print(cores.usable())")} \
+	@MODEL=$$(python -m finetune.cli.demo_model) && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(python -c "from finetune.hardware import cores; print(cores.usable())")} \
 	accelerate launch --config_file accelerate_configs/single.yaml \
-	  --mixed_precision $$(python -c "from finetune.strategy import native_precision; print(native_precision())") \
+	  --mixed_precision $$(python -c "from finetune.distributed import native_precision; print(native_precision())") \
 	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)
 
 test: $(VENV)/.test ops
@@ -38,7 +38,7 @@ tables: $(VENV)/.test
 
 # DeepSpeed's C++ operations, built once and kept in the user's cache
 ops: $(VENV)/.test
-	@python -m finetune.strategy
+	@python -m finetune.distributed
 
 # PyTorch first and alone: a package that asks for any PyTorch then finds the pinned one in place
 $(VENV)/bin/python: constraints.txt

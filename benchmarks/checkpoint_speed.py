@@ -33,8 +33,8 @@ from typing import Any
 
 import psutil
 
-from finetune import output
 from finetune.errors import InputError, refuse_if_any
+from finetune.output import run_files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "checkpoint_speed.json"
@@ -91,23 +91,24 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
     """What one process of a measurement does: two saves, or a restore."""
     import torch
 
-    from finetune import checkpoint, model, optimizer
-    from finetune import strategy as strategies
+    from finetune import checkpoint, distributed
+    from finetune.models import loading
+    from finetune.optim import optimizer
 
-    strategy = strategies.asked_for()
-    config = model.load_config(str(model_folder), revision=None, trust_remote_code=False)
-    accelerator = strategies.start(
+    strategy = distributed.Strategy.from_environment()
+    config = loading.load_config(str(model_folder), revision=None, trust_remote_code=False)
+    accelerator = distributed.start(
         strategy,
         accumulation=1,
         micro_batch_size=1,
         max_grad_norm=1.0,
         optimizer="adamw",
         weights="fp32_master",
-        largest_parameter=partial(model.largest_parameter, config, False),
+        largest_parameter=partial(loading.largest_parameter, config, False),
         offload_folder=folder,
     )
-    with strategies.loading(accelerator, strategy, whole=True, by_every_process=False):
-        bare = model.load_model(
+    with distributed.loading(accelerator, strategy, whole=True, by_every_process=False):
+        bare = loading.load_model(
             str(model_folder),
             config,
             revision=None,
@@ -125,12 +126,12 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
         learning_rate=1e-5,
         weight_decay=0.0,
         weights="fp32_master",
-        fused=strategies.fuses(accelerator),
+        fused=distributed.fuses(accelerator),
         rounding_seed=0,
     )
-    prepared, stepped = strategies.prepare(accelerator, strategy, bare, bare_optimizer, weights="fp32_master")
-    strategies.make_optimizer_state(prepared, stepped)
-    pieces = partial(strategies.pieces, strategy, prepared, stepped)
+    prepared, stepped = distributed.prepare(accelerator, strategy, bare, bare_optimizer, weights="fp32_master")
+    distributed.make_optimizer_state(prepared, stepped)
+    pieces = partial(distributed.pieces, strategy, prepared, stepped)
     if what == "save":
         values = torch.empty(0)
         for piece in pieces():
@@ -188,7 +189,7 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
             shutil.rmtree(folder / THEIRS / "1")
     written = sum((piece.written[1] - piece.written[0]) * piece.values.itemsize for piece in pieces())
     sums = [float(piece.values.sum(dtype=torch.float64)) for piece in pieces()]
-    strategies.finish(accelerator, strategy, folder)
+    distributed.finish(accelerator, strategy, folder)
     return {"runs": runs, "own_bytes": written, "sums": sums, "processes": strategy.world_size}
 
 
@@ -218,7 +219,7 @@ def in_own_processes(
     Raises:
         RuntimeError: if one fails, with the end of what it said.
     """
-    from finetune.strategy.launch import launch_environment
+    from finetune.distributed.launch_environment import launch_environment
 
     launched = launch_environment(ROOT / "accelerate_configs" / f"{strategy}.yaml", processes, "no")
     with socket.socket() as probe:
@@ -250,7 +251,7 @@ def measure(layers: int, repeat: int, parent: Path) -> dict[str, Any]:
     """
     from transformers import Qwen2Config
 
-    environment = output.environment()
+    environment = run_files.environment()
     shape = SHAPE | {"num_hidden_layers": layers}
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory(dir=parent) as temporary:

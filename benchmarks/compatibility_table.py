@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from finetune.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
+from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- compatibility table: written by `make tables` -->\n", "<!-- end of compatibility table -->"

@@ -36,8 +36,8 @@ from typing import Any
 
 import psutil
 
-from finetune import output
 from finetune.errors import InputError, refuse_if_any
+from finetune.output import run_files
 
 RESULTS = Path(__file__).parent / "results" / "data_preparation.json"
 SEED = 0
@@ -134,13 +134,14 @@ class Stopwatch:
 
 def prepare_ours(file: str, tokenizer_folder: str, max_length: int) -> dict[str, Any]:
     """One preparation by this toolkit, timed."""
-    from finetune import data, model
-    from finetune.batches import Batches
-    from finetune.pipeline import Settings
+    from finetune.data import dataset
+    from finetune.data.batches import Batches
+    from finetune.data.encoding_workers import Settings
+    from finetune.models import loading
 
-    tokenizer = model.load_tokenizer(tokenizer_folder, revision=None, trust_remote_code=False, chat_template=None)
+    tokenizer = loading.load_tokenizer(tokenizer_folder, revision=None, trust_remote_code=False, chat_template=None)
     stopwatch = Stopwatch()
-    rows = data.read_rows(data.named_sources(file), tokenizer, Settings(max_length))
+    rows = dataset.read_rows(dataset.named_sources(file), tokenizer, Settings(max_length))
     batches = Batches(
         rows,
         packing=True,
@@ -344,7 +345,7 @@ def measure_memory(tokenizer_folder: str, *, rows: list[int], max_length: int) -
 
 def measured_in() -> dict[str, Any]:
     """Versions, cores, and how busy these are with other work (its averages over 1, 5 and 15 minutes)."""
-    environment = output.environment()
+    environment = run_files.environment()
     versions = environment["packages"] | {name: importlib.metadata.version(name) for name in ("trl", "datasets")}
     return {
         "python": environment["python"],
@@ -444,7 +445,7 @@ def too_slow(speed: dict[str, Any]) -> list[str]:
     """A sentence for each run of TRL on one process that took not much longer than ours, or did other work."""
     broken = [
         f"{name} took only {found['times_ours']:.2f} times as long as ours, and {FASTER:g} times is the bound; profile "
-        "finetune.preparation."
+        "finetune.data.preparation."
         for name, found in speed["summary"].items()
         if name not in (NAMES["ours"], NAMES["trl_2"]) and not found["times_ours"] >= FASTER
     ]

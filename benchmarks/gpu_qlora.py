@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from finetune.output import environment
+from finetune.output.run_files import environment
 from recipes.sft import Config, main
 
 RESULTS = Path(__file__).parent / "results" / "gpu_qlora.json"

@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune import output
 from finetune.errors import refuse_if_any
+from finetune.output import run_files
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))  # the tests' tiny model, and their driver
@@ -178,7 +178,7 @@ def main() -> None:
         runs = next(field.numbers)
     records = random_kills + elsewhere + at_changes
     measured = {
-        "environment": output.environment(),
+        "environment": run_files.environment(),
         "setup": {"seed": args.seed, "runs": runs},
         "kills": {"by signals": len(random_kills), "elsewhere": len(elsewhere), "at each change": len(at_changes)},
         "launches": by_launch(records),

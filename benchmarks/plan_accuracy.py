@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import InputError
-from finetune.hardware import Machines, lookup, parse_gpus
-from finetune.output import environment
-from finetune.plan.question import question_about
-from finetune.plan.rows import judged
+from finetune.hardware.cards import Machines, lookup, parse_gpus
+from finetune.output.run_files import environment
+from finetune.planner.judged_rows import judged
+from finetune.planner.question import question_about
 
 from .plan_cases import REHEARSED, Case, cases
 from .plan_results import broken_bounds, table

@@ -13,10 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.hardware import Machines
-from finetune.plan.memory import needed_bytes, step_memory
-from finetune.plan.setting import Setting
-from finetune.plan.shape import ModelShape, shape_of
+from finetune.hardware.cards import Machines
+from finetune.planner.peak_memory import needed_bytes, step_memory
+from finetune.planner.shape import ModelShape, shape_of
+from finetune.trace.setting import Setting
 
 POSITIONS = 131072
 

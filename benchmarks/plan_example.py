@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from finetune.hardware import parse_gpus
-from finetune.plan import Setting, plan_run
+from finetune.hardware.cards import parse_gpus
+from finetune.planner import Setting, plan_run
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -69,7 +69,7 @@ class Bench:
 
     def start(self, case: Case) -> Waiting:
         """Start the processes of a run."""
-        from finetune.strategy.launch import launch_environment
+        from finetune.distributed.launch_environment import launch_environment
 
         n = case.setting.world_size
         launched = launch_environment(ROOT / "accelerate_configs" / f"{case.setting.strategy}.yaml", n)
@@ -217,14 +217,14 @@ def draw(folders: Sequence[str]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from finetune import model
+    from finetune.models import loading
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     for folder in folders:
-        config = model.load_config(folder, revision=None, trust_remote_code=False)
+        config = loading.load_config(folder, revision=None, trust_remote_code=False)
         weights = {}
-        for name, weight in model.without_weights(config, trust_remote_code=False).named_parameters():
+        for name, weight in loading.without_weights(config, trust_remote_code=False).named_parameters():
             drawn = torch.ones(weight.shape, dtype=torch.bfloat16, device=device)
             weights[name] = (drawn.normal_(std=0.02) if weight.ndim > 1 else drawn).cpu()
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})

@@ -25,16 +25,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from finetune import adapter as adapters
-from finetune import data, output, quantization, sources
-from finetune import model as models
-from finetune.demo_model import demo_model
-from finetune.encoding import Row
+from finetune.cli.demo_model import demo_model
+from finetune.data import dataset, sources
+from finetune.data.collation import IGNORED
+from finetune.data.encoding import Row
+from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
+from finetune.data.sampler import global_batch
 from finetune.errors import InputError, refuse_if_any
-from finetune.loss import IGNORED
-from finetune.pipeline import Settings
-from finetune.row_order import global_batch
-from finetune.rows import Rows
+from finetune.models import adapter as adapters
+from finetune.models import loading as models
+from finetune.models import quantization
+from finetune.output import run_files
 from recipes import sft
 
 ROOT = Path(__file__).parent.parent
@@ -231,7 +233,7 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     refuse_if_any(
         [f"The comparison needs {name}; install it with: pip install {name}." for name in lacking]
         + models.problems(model, None, None)
-        + sources.problems(data.named_sources([train, held_out]))
+        + sources.problems(dataset.named_sources([train, held_out]))
     )
     from peft import PeftModel
 
@@ -239,7 +241,7 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     models.quiet()
     tokenizer = models.load_tokenizer(model, revision=None, trust_remote_code=False, chat_template=None)
     rows, held_out_rows = (
-        data.read_rows(data.named_sources(file), tokenizer, Settings(max_length)) for file in (train, held_out)
+        dataset.read_rows(dataset.named_sources(file), tokenizer, Settings(max_length)) for file in (train, held_out)
     )
     steps = steps or max(1, len(rows) // BATCH)
     recipe: dict[str, Any] = {"model": model, "train": train, "max_length": max_length, "steps": steps}
@@ -274,7 +276,7 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
         }
         share = abs(loss - reference) / reference
         comparisons.append({"run": name, "of": other, "held_out_loss": share, "bound": bound, **steps_apart})
-    environment = output.environment()
+    environment = run_files.environment()
     return {
         "environment": {
             "python": environment["python"],
@@ -345,7 +347,7 @@ def broken_bounds(results: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="model folder (default: the one of finetune.demo_model)")
+    parser.add_argument("--model", help="model folder (default: the one of finetune.cli.demo_model)")
     parser.add_argument("--train", default=str(DATA / "demo_train.jsonl"), metavar="FILE")
     parser.add_argument("--eval", default=str(DATA / "demo_heldout.jsonl"), metavar="FILE")
     parser.add_argument("--max-length", type=int, default=512, metavar="TOKENS")

@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .errors import InputError
+from finetune.errors import InputError
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""The one exception for what a user can put right: wrong configuration, wrong data, a machine that lacks something."""
+"""What a user is told: input to put right, a run that stopped, a run that was asked to end."""
 
 from collections.abc import Sequence
 
@@ -35,3 +35,8 @@ class RunStopped(RuntimeError):
 
 class RunInterrupted(RunStopped):
     """A run that was asked to end, and can be taken up again: after which step, and how."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's message as a clause; the error's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -8,7 +8,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Literal
 
-from .errors import InputError
+from finetune.errors import InputError, first_line
 
 Kind = Literal["model", "dataset"]
 SECONDS = 5.0
@@ -60,7 +60,7 @@ def _why_refused(failure: Exception, name: str, kind: Kind, revision: str | None
     if isinstance(failure, errors.RevisionNotFoundError):
         return f"{name} has no branch, tag or commit {revision}: check the revision"
     if isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (401, 403):
-        return f"No access to {name} ({_first_line(failure)}): log in with `hf auth login`"
+        return f"No access to {name} ({first_line(failure)}): log in with `hf auth login`"
     return None
 
 
@@ -69,7 +69,7 @@ def _why_silent(failure: Exception, name: str) -> str:
 
     if isinstance(failure, OfflineModeIsEnabled):
         return f"{name} is not in the cache, and HF_HUB_OFFLINE keeps it from being downloaded: unset it"
-    return f"The hub cannot be reached ({_first_line(failure)}), and {name} is not in the cache: check the network"
+    return f"The hub cannot be reached ({first_line(failure)}), and {name} is not in the cache: check the network"
 
 
 def _failure(url: str, seconds: float) -> Exception | None:
@@ -96,7 +96,3 @@ def _failure(url: str, seconds: float) -> Exception | None:
     except (HTTPError, OSError) as error:
         return error
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

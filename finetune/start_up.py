@@ -4,9 +4,9 @@ The kernel carries out a signal's default action wherever the process stands: in
 destructor. A handler written in Python would wait there, and the KeyboardInterrupt that Python's own handler raises is
 dropped in a destructor. A shell sees 128 + the signal's number; 75 would say that the run was saved.
 
-``strategy.interruption`` takes the signals over when training begins. This module imports nothing that takes time, so
-that a recipe can call it before its other imports. Limit: a launcher that is killed before the recipe's first line runs
-(within about 50 ms of the start of its process) is not noticed.
+``distributed.interruption`` takes the signals over when training begins. This module imports nothing that takes time,
+so that a recipe can call it before its other imports. Limit: a launcher that is killed before the recipe's first line
+runs (within about 50 ms of the start of its process) is not noticed.
 """
 
 import functools
@@ -52,3 +52,8 @@ def _watch(launcher: int) -> None:
         if os.getppid() != launcher:  # it is gone, and another process has adopted this one
             end("error: the launcher has ended, so this process ends before its first step.", EXIT_CODE_OF_A_LOST_RUN)
         time.sleep(LOOK_SECONDS)
+
+
+def is_first_process() -> bool:
+    """Whether this process has rank 0 (or runs alone), known before any process group exists."""
+    return int(os.environ.get("RANK", "0")) == 0

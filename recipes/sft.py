@@ -24,64 +24,58 @@ from uuid import uuid4
 import torch
 from accelerate.utils import gather_object
 
-from finetune import adapter as adapters
-from finetune import (
-    attention,
-    batches,
-    checkpoint,
-    config,
-    data,
-    data_checks,
-    evaluation,
-    output,
-    output_folder,
-    packing_support,
-    quantization,
-    streaming,
-    weights,
-)
-from finetune import model as models
-from finetune import plan as plans
-from finetune import strategy as strategies
+from finetune import checkpoint, distributed
+from finetune import planner as plans
 from finetune.cache import key_of
 from finetune.checkpoint import resuming
-from finetune.command_line import is_first_process, run
+from finetune.config import sections
+from finetune.data import batches, collation, dataset, streaming
+from finetune.data.encoding_workers import Settings
+from finetune.data.preparation import identity_of
+from finetune.data.sampler import batch_problems, micro_batches
 from finetune.errors import InputError, RunInterrupted, RunStopped, refuse_if_any
-from finetune.flops import training_flops_per_token
-from finetune.loss import token_loss_sum
-from finetune.metrics import Meter
-from finetune.optimizer import build_optimizer, state_bytes
-from finetune.pipeline import Settings
-from finetune.preparation import identity_of
-from finetune.progress import Preparing, Screen
-from finetune.randomness import seed_of
-from finetune.row_order import batch_problems, micro_batches
-from finetune.schedule import learning_rate
+from finetune.models import adapter as adapters
+from finetune.models import attention, packing_support, quantization, weights
+from finetune.models import loading as models
+from finetune.models.flops import training_flops_per_token
+from finetune.optim.optimizer import build_optimizer, state_bytes
+from finetune.optim.schedule import learning_rate
+from finetune.output import output_folder, run_files
+from finetune.run import data_checks
+from finetune.run.entry import run
+from finetune.run.screen import Preparing, Screen
+from finetune.seeds import seed_of
+from finetune.start_up import is_first_process
+from finetune.training import evaluation
+from finetune.training.loss import next_token_loss_sum
+from finetune.training.memory_check import check_memory
+from finetune.training.meter import Meter
+from finetune.training.step import backward, step_if_finite
 
 
-class Config(config.Section):
-    model: config.Model
-    quantization: config.Quantization = config.Quantization()
-    adapter: config.Adapter = config.Adapter()
-    data: config.Data
-    train: config.Train
-    checkpoint: config.Checkpoint = config.Checkpoint()
-    eval: config.Eval = config.Eval()
-    log: config.Log = config.Log()
+class Config(sections.Section):
+    model: sections.Model
+    quantization: sections.Quantization = sections.Quantization()
+    adapter: sections.Adapter = sections.Adapter()
+    data: sections.Data
+    train: sections.Train
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    eval: sections.Eval = sections.Eval()
+    log: sections.Log = sections.Log()
 
 
 def main(cfg: Config) -> None:
     # Everything that can be wrong is looked at before any weight is loaded.
     models.quiet()
-    strategy = strategies.asked_for()
+    strategy = distributed.Strategy.from_environment()
     folder, offload_folder = Path(cfg.train.output_dir), Path(cfg.train.output_dir) / "nvme_offload"
     bits = None if cfg.quantization.bits == "none" else cfg.quantization.bits
     method = {"adapter": cfg.adapter.type, "optimizer": cfg.train.optimizer, "weights": cfg.train.weights}
     resume, overwrite = cfg.checkpoint.resume, cfg.train.overwrite
-    launcher = strategies.launcher_of(strategy)
-    if strategies.was_restarted() and output.identity_of_run(folder).get("launcher") == launcher:
+    launcher = distributed.launcher_of(strategy)
+    if distributed.was_restarted() and run_files.identity_of_run(folder).get("launcher") == launcher:
         resume, overwrite = "auto", False  # the launcher goes on with what it has begun
-    named = data.named_sources(cfg.data.train) + data.named_sources(cfg.data.eval)
+    named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
     folder_problems = partial(
         output_folder.problems,
         folder,
@@ -90,7 +84,7 @@ def main(cfg: Config) -> None:
         inputs=[source.path for source in named] + [file for file in [cfg.data.chat_template] if file],
     )
     refuse_if_any(
-        strategies.problems(strategy, bits=bits, **method)
+        distributed.problems(strategy, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, rows_at_least(cfg.train), strategy.world_size)
         + data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train)
         + folder_problems()
@@ -113,9 +107,9 @@ def main(cfg: Config) -> None:
     refuse_if_any(
         quantization.problems(model_config, bits)
         + models.attention_problems(model_config, cfg.model.attention, cfg.model.trust_remote_code)
-        + (strategies.problems(strategy, bits=stored_bits, **method) if stored_bits and not bits else [])
+        + (distributed.problems(strategy, bits=stored_bits, **method) if stored_bits and not bits else [])
         + (
-            packing_problems(model_config, attention_name, strategies.compute_dtype(strategy, cfg.train.weights))
+            packing_problems(model_config, attention_name, distributed.compute_dtype(strategy, cfg.train.weights))
             if cfg.data.packing
             else []
         )
@@ -154,7 +148,7 @@ def main(cfg: Config) -> None:
             weights=cfg.adapter.type != "none" and not cfg.model.random_weights,
         ),
     }
-    if resume == "auto" and output.finished_steps(folder) == work.steps:
+    if resume == "auto" and run_files.finished_steps(folder) == work.steps:
         if is_first_process():
             print(f"The run in {folder} is finished: its {work.steps:,} steps are done.")
         return
@@ -168,14 +162,14 @@ def main(cfg: Config) -> None:
     work = batches_of(cfg, tokenizer, model_config.get_text_config(), rows)
     micro_batch_size = rows_at_least(cfg.train)
     accumulation = cfg.train.global_batch_size // (micro_batch_size * strategy.world_size)
-    collate = partial(batches.collate, packed=cfg.data.packing)
+    collate = partial(collation.collate, packed=cfg.data.packing)
 
     with checkpoint.hold(folder) if is_first_process() else nullcontext():  # one run at a time works in a folder
         if is_first_process():  # what the folder held may have changed while it was waited for
             refuse_if_any(folder_problems())
 
         # Start: from here on the processes work together.
-        accelerator = strategies.start(
+        accelerator = distributed.start(
             strategy,
             accumulation=accumulation,
             micro_batch_size=micro_batch_size,
@@ -208,10 +202,10 @@ def main(cfg: Config) -> None:
             "steps": work.steps,
             "plan": planned.record() if planned else None,
             "launcher": launcher,
-            **output.environment(),
+            **run_files.environment(),
         }
         screen = Screen(shown=accelerator.is_main_process, total_steps=work.steps, every=cfg.log.every)
-        screen.say(strategies.describe(strategy))
+        screen.say(distributed.describe(strategy))
         if cfg.model.random_weights:
             screen.say(
                 f"random weights drawn from seed {cfg.train.seed}, as model.random_weights asks: nothing learnt yet"
@@ -219,8 +213,8 @@ def main(cfg: Config) -> None:
         for line in work.describe() + (planned.describe() if planned else unplanned):
             screen.say(line)
         if held_out:
-            screen.say(data.describe(held_out, "held-out"))
-            if isinstance(work, batches.Batches) and (shared := data.shared_with(held_out, work.rows)):
+            screen.say(dataset.describe(held_out, "held-out"))
+            if isinstance(work, batches.Batches) and (shared := dataset.shared_with(held_out, work.rows)):
                 screen.say(
                     f"{shared:,} of the held-out rows are trained too, so the held-out loss says less than it seems"
                 )
@@ -240,11 +234,11 @@ def main(cfg: Config) -> None:
             record["id"] = resumes_from.contents["run"]["id"]
 
         # Model and optimizer.
-        device = strategies.loading_device(accelerator, strategy, quantised_bytes)
+        device = distributed.loading_device(accelerator, strategy, quantised_bytes)
         if device != accelerator.device:
             screen.say("Quantising on the CPU, for want of room on the GPU: up to a minute for each billion weights")
-        dtype = strategies.compute_dtype(strategy, cfg.train.weights)
-        with strategies.loading(
+        dtype = distributed.compute_dtype(strategy, cfg.train.weights)
+        with distributed.loading(
             accelerator,
             strategy,
             whole=cfg.model.random_weights or bool(quantised_bits),
@@ -276,7 +270,7 @@ def main(cfg: Config) -> None:
                 dtype=dtype,
                 seed=cfg.train.seed,
             )
-        trained_shapes = strategies.trained_shapes(model)
+        trained_shapes = distributed.trained_shapes(model)
         if resumes_from:
             refuse_if_any(resuming.weight_problems(resumes_from, trained_shapes))
         checkpoint_bytes = resuming.bytes_of(trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights)
@@ -290,33 +284,40 @@ def main(cfg: Config) -> None:
             learning_rate=cfg.train.learning_rate,
             weight_decay=cfg.train.weight_decay,
             weights=cfg.train.weights,
-            fused=strategies.fuses(accelerator),
+            fused=distributed.fuses(accelerator),
             rounding_seed=cfg.train.seed * strategy.shards + strategy.shard,
         )
         flops = training_flops_per_token(**models.shape(model), mean_row_length=work.mean_document_tokens)
-        model, optimizer = strategies.prepare(accelerator, strategy, model, optimizer, weights=cfg.train.weights)
-        sharding = strategies.sharding_of(strategy, model, optimizer)
+        model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=cfg.train.weights)
+        sharding = distributed.sharding_of(strategy, model, optimizer)
         record["strategy"]["sharding"] = sharding.record()
         screen.say(f"{sum(map(math.prod, trained_shapes.values())):,} trained weights; {sharding.describe()}")
 
         # The heaviest micro-batch of the run, once and for nothing: what does not fit fails now, not in hours.
         model.train()
         heaviest = work.heaviest()
-        with strategies.rehearsal(
+        check_memory(
             accelerator,
             model,
             optimizer,
+            next_token_loss_sum,
+            collate(heaviest, accelerator.device),
             optimizer_bytes=state_bytes(model, cfg.train.optimizer),
             what=batches.describe_batch(heaviest),
             advice=advice_on_memory(cfg, strategy.world_size),
-        ) as backward_for_nothing:
-            next_tokens, inputs = collate(heaviest, accelerator.device)
-            backward_for_nothing(token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens))
+        )
 
-        evaluate = partial(evaluation.evaluate, accelerator, model, micro_batch_size=micro_batch_size, collate=collate)
+        evaluate = partial(
+            evaluation.evaluate,
+            accelerator,
+            model,
+            next_token_loss_sum,
+            micro_batch_size=micro_batch_size,
+            collate=collate,
+        )
         answers = partial(evaluation.answers, accelerator, model, tokenizer, asked, cfg.eval.max_new_tokens)
         finished: list[dict[str, Any]] = []
-        with strategies.Interruption(strategy) as interruption, screen:
+        with distributed.Interruption(strategy) as interruption, screen:
             saver = checkpoint.Saver(
                 folder,
                 rank=strategy.rank,
@@ -343,25 +344,25 @@ def main(cfg: Config) -> None:
                 length: dict[str, Any] = {"steps": work.steps, "tokens_of": lambda step: work.step(step).trained_tokens}
                 for line in resuming.describe(resumes_from, **same_run, weights_only=weights_only, **length):
                     screen.say(line)
-            metrics_file = output.Journal(folder / "metrics.jsonl")
-            rejected_file = output.Journal(folder / "rejected.jsonl")
+            metrics_file = run_files.Journal(folder / "metrics.jsonl")
+            rejected_file = run_files.Journal(folder / "rejected.jsonl")
             if accelerator.is_main_process:
                 for line in resuming.prepare_folder(folder, resumes_from if goes_on else None, overwrite=overwrite):
                     screen.say(line)
-                output.write_run(folder, record)
+                run_files.write_run(folder, record)
                 own_files = None if isinstance(cfg.data.eval, float) else held_out
-                rejected_file.append(chain(work.newly_rejected(), data.rejected_lines(own_files)))
+                rejected_file.append(chain(work.newly_rejected(), dataset.rejected_lines(own_files)))
             if resumes_from:
                 # The run may have ended between the checkpoint of a step and the evaluation after it: make up for it.
                 step, metrics = progress["step"], progress["metrics"][-1]
                 if goes_on:
-                    metrics |= gather_object([output.read_metrics(folder)[0].get(step, {})])[0]
+                    metrics |= gather_object([run_files.read_metrics(folder)[0].get(step, {})])[0]
                 is_lacking = "eval_loss" not in metrics and (goes_on or step == work.steps)
                 if held_out and is_lacking and evaluates_after(step):
                     metrics["eval_loss"] = evaluate(held_out)
                     screen.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
                     if accelerator.is_main_process:
-                        output.complete_metrics(folder, step, [metrics])
+                        run_files.complete_metrics(folder, step, [metrics])
             else:
                 if held_out:
                     progress["eval_loss"] = evaluate(held_out)
@@ -374,7 +375,7 @@ def main(cfg: Config) -> None:
             meter = Meter(
                 accelerator,
                 flops_per_token=flops,
-                peak_flops=strategies.peak_flops_of(accelerator),
+                peak_flops=distributed.peak_flops_of(accelerator),
                 max_bad_steps=cfg.train.max_bad_steps,
                 last_checkpoint=last_checkpoint,
                 counters=progress["counters"],
@@ -399,19 +400,11 @@ def main(cfg: Config) -> None:
                     world_size=accelerator.num_processes,
                     micro_batch_size=micro_batch_size,
                 ):
-                    next_tokens, inputs = collate([work.documents(place) for place in places], accelerator.device)
-                    with accelerator.accumulate(model):
-                        loss = token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
-                        # backward averages over processes and micro-batches: undo both, divide once by the step's
-                        # tokens, those of all processes, which each knows from the rows
-                        share = accelerator.num_processes * accumulation / batch.trained_tokens
-                        accelerator.backward(strategies.scaled(loss, share))
-                        losses.append(loss.detach())
-                        del loss  # and with it the graph, of which some functions hold tensors until it goes
-                        if accelerator.sync_gradients:
-                            grad_norm = strategies.step_if_finite(
-                                accelerator, model, optimizer, cfg.train.max_grad_norm
-                            )
+                    micro_batch = collate([work.documents(place) for place in places], accelerator.device)
+                    losses.append(
+                        backward(accelerator, model, next_token_loss_sum, micro_batch, divide_by=batch.trained_tokens)
+                    )
+                grad_norm = step_if_finite(accelerator, model, optimizer, cfg.train.max_grad_norm)
 
                 finished = meter.update(
                     step=step,
@@ -454,7 +447,7 @@ def main(cfg: Config) -> None:
                     screen.say(problem)
                 if asked_to_end:
                     raise RunInterrupted(
-                        f"{strategies.name_of(asked_to_end)} ended the run after step {step} of {work.steps}; {ending}."
+                        f"{distributed.name_of(asked_to_end)} ended the run after step {step} of {work.steps}; {ending}."
                     )
             saver.finish()
             for problem in saver.problems() + metrics_file.close() + rejected_file.close():
@@ -477,25 +470,25 @@ def main(cfg: Config) -> None:
                     "after": evaluation.exact_match(asked, answers_after),
                 }
             if accelerator.is_main_process:  # before final/, whose name stands for a run that is finished
-                output.write_run(folder, record)
-            with strategies.one_writes():
-                output.save_final(
+                run_files.write_run(folder, record)
+            with distributed.main_process_writes():
+                run_files.save_final(
                     folder,
                     accelerator.unwrap_model(model),
                     tokenizer,
-                    strategies.full_parameters(accelerator, model),
-                    strategies.working_parameters(accelerator, model),
+                    distributed.full_parameters(accelerator, model),
+                    distributed.working_parameters(accelerator, model),
                     adapter_alone=cfg.adapter.type != "none",
                     shapes=trained_shapes,
                     dtype=stored_dtype,
-                    card=output.model_card(cfg.model.path, record, metrics) if accelerator.is_main_process else None,
+                    card=run_files.model_card(cfg.model.path, record, metrics) if accelerator.is_main_process else None,
                     record=record,
                 )
         if held_out:
             before, after = record["eval_loss"].values()
             screen.say(f"held-out loss: {before:.4f} before, {after:.4f} after training")
         if cfg.eval.exact_match:
-            screen.say(output.describe_exact_match(record["exact_match"]))
+            screen.say(run_files.describe_exact_match(record["exact_match"]))
         for line in planned.compare(**measured) if planned else []:
             screen.say(line)
         if answers_shown := evaluation.shown(asked, answers_after, cfg.eval.prompts):
@@ -506,7 +499,7 @@ def main(cfg: Config) -> None:
             screen.say(
                 f"The adapter lies in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR"
             )
-        strategies.finish(accelerator, strategy, offload_folder)
+        distributed.finish(accelerator, strategy, offload_folder)
 
 
 def weights_of(cfg: Config, skeleton: models.PreTrainedModel) -> list[Path]:
@@ -534,24 +527,24 @@ def settings_of(cfg: Config) -> Settings:
 
 def read_data(
     cfg: Config, tokenizer: models.PreTrainedTokenizerBase, model_config: models.PreTrainedConfig
-) -> tuple[data.Rows | None, data.Rows | None]:
+) -> tuple[dataset.Rows | None, dataset.Rows | None]:
     """The training rows (None where they are streamed), and the held-out rows where there are some."""
-    train = data.named_sources(cfg.data.train)
-    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else data.named_sources(cfg.data.eval)
+    train = dataset.named_sources(cfg.data.train)
+    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     settings, skip = settings_of(cfg), cfg.data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if cfg.data.streaming:
             assert not isinstance(held_out, float)  # refused above
-            rows, held = None, data.read_some(held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
+            rows, held = None, dataset.read_some(held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
         else:
-            rows, held = data.load(train, held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
+            rows, held = dataset.load(train, held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
     refuse_if_any(data_checks.problems_of_rows(rows, held, cfg.data, model_config))
     return rows, held
 
 
 def plan_of(
     cfg: Config,
-    strategy: strategies.Strategy,
+    strategy: distributed.Strategy,
     model_config: models.PreTrainedConfig,
     bits: int | None,
     work: batches.Batches | streaming.Stream,
@@ -586,7 +579,7 @@ def plan_of(
                 row_tokens=longest,
                 packing=cfg.data.packing,
             ),
-            machines=strategies.machines_of(strategy),
+            machines=distributed.machines_of(strategy),
             global_batch_size=train.global_batch_size,
             mean_row_tokens=mean_row,
             mean_document_tokens=work.mean_document_tokens,
@@ -615,7 +608,7 @@ def batches_of(
     cfg: Config,
     tokenizer: models.PreTrainedTokenizerBase,
     model_config: models.PreTrainedConfig,
-    rows: data.Rows | None,
+    rows: dataset.Rows | None,
 ) -> batches.Batches | streaming.Stream:
     """The batches of the run."""
     form: dict[str, Any] = {
@@ -629,7 +622,7 @@ def batches_of(
         return batches.Batches(rows, max_length=cfg.data.max_length, steps=steps, epochs=cfg.train.epochs, **form)
     assert steps is not None  # refused above
     return streaming.Stream(
-        data.named_sources(cfg.data.train),
+        dataset.named_sources(cfg.data.train),
         tokenizer,
         settings_of(cfg),
         steps=steps,
@@ -639,12 +632,12 @@ def batches_of(
     )
 
 
-def rows_at_least(train: config.Train) -> int:
+def rows_at_least(train: sections.Train) -> int:
     """Rows of a micro-batch, as far as they are given."""
     return 1 if train.micro_batch_size == "auto" else train.micro_batch_size
 
 
-def recomputes(train: config.Train) -> bool:
+def recomputes(train: sections.Train) -> bool:
     return train.activation_checkpointing == "full"
 
 
@@ -653,15 +646,15 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def unused_adapter_keys(adapter: config.Adapter) -> list[str]:
-    default = config.Adapter()
+def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
+    default = sections.Adapter()
     given = [key for key, value in adapter if value != getattr(default, key)] if adapter.type == "none" else []
     return [
         f"adapter.{key} is given, but adapter.type is none; set adapter.type to lora, or leave it out." for key in given
     ]
 
 
-def question_problems(section: config.Eval, held_out: object) -> list[str]:
+def question_problems(section: sections.Eval, held_out: object) -> list[str]:
     asks = {"prompts": isinstance(section.prompts, int) and section.prompts > 0, "exact_match": section.exact_match}
     return [
         f"eval.{key} asks for held-out conversations, but data.eval names none; set data.eval."

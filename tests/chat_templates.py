@@ -10,9 +10,9 @@ import tiny
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from finetune.encoding import Encoder, Row
+from finetune.data.encoding import Encoder, Row
+from finetune.data.formats import convert
 from finetune.errors import BadRow
-from finetune.formats import convert
 
 CHATML = tiny.CHATML
 LLAMA3 = """{{- '<s>' -}}

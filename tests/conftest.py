@@ -13,7 +13,7 @@ import tiny
 import torch
 from ranks import Ranks
 
-from finetune import template_process
+from finetune.data import template_process
 
 
 @pytest.fixture(scope="session", autouse=True)

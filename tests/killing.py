@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from finetune import checkpoint
 from finetune.checkpoint import folder
-from finetune.row_order import global_batch
+from finetune.data.sampler import global_batch
 
 EVERY, KEEP, STEPS, ROWS_PER_STEP, SEED = 3, 2, 30, 8, 42
 GONE_WITHIN = 10.0

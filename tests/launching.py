@@ -134,7 +134,7 @@ def _import_everything() -> None:
     import torch.distributed.tensor
     import transformers.models.llama.modeling_llama
 
-    from finetune.strategy import launch, prepare_import
+    from finetune.distributed import launch, prepare_import
     from recipes import sft
 
     prepare_import()
@@ -161,7 +161,7 @@ def _fork(function: Callable[..., NoReturn], *args: Any) -> int:
 
 def _launch(launch: Launch) -> NoReturn:
     """The launcher: fork the ranks, and live as long as they do."""
-    from finetune.strategy.launch import launch_environment
+    from finetune.distributed.launch_environment import launch_environment
 
     os.setpgid(0, 0)
     own = {key: value for key, value in os.environ.items() if key == "OMP_NUM_THREADS"}
@@ -202,7 +202,7 @@ def _rank(launch: Launch, rank: int, port: int, heard: set[signal.Signals]) -> N
         for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ[key] = str(launch.processes)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from finetune.command_line import run
+    from finetune.run.entry import run
     from recipes import sft
 
     _watch(launch, rank)
@@ -213,8 +213,9 @@ def _rank(launch: Launch, rank: int, port: int, heard: set[signal.Signals]) -> N
 
 def _watch(launch: Launch, rank: int) -> None:
     """Have the recipe tell of its steps, rows and files, and write them as slowly as the launch says."""
-    from finetune import batches, checkpoint
+    from finetune import checkpoint
     from finetune.checkpoint.writing import write_file
+    from finetune.data import batches, collation
 
     file = os.open(launch.folder / f"events-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -231,7 +232,7 @@ def _watch(launch: Launch, rank: int) -> None:
             tell(step=step)
             return super().step(step)
 
-    make_tensors = batches.collate
+    make_tensors = collation.collate
 
     def collate(places: Any, *args: Any, **kwargs: Any) -> Any:
         if now:
@@ -244,7 +245,7 @@ def _watch(launch: Launch, rank: int) -> None:
         tell(written=path.parent.name)
         return stored
 
-    batches.Batches, batches.collate = Watched, collate  # type: ignore[misc]
+    batches.Batches, collation.collate = Watched, collate  # type: ignore[misc]
     checkpoint.Saver = functools.partial(checkpoint.Saver, write=write)  # type: ignore[misc, assignment]
     if launch.dies_before and launch.dies_before[0] == rank:
         sys.addaudithook(_death_before(launch.dies_before[1], tell))

@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.strategy import setup
+from finetune import distributed
+from finetune.distributed import setup
 
 
 class LiveBytes(TorchDispatchMode):
@@ -58,7 +59,7 @@ def count_phases(config: Any, zero: dict[str, Any]) -> list[tuple[str, int, int]
     from recipes import sft
 
     ledger = LiveBytes()
-    prepare, configure = sft.strategies.prepare, setup._configure_deepspeed
+    prepare, configure = distributed.prepare, setup._configure_deepspeed
 
     def configured(accelerator: Any, *args: Any) -> None:
         configure(accelerator, *args)
@@ -85,9 +86,9 @@ def count_phases(config: Any, zero: dict[str, Any]) -> list[tuple[str, int, int]
         return engine, optimizer
 
     with (
-        mock.patch.object(sft.strategies, "prepare", prepared),
+        mock.patch.object(distributed, "prepare", prepared),
         mock.patch.object(setup, "_configure_deepspeed", configured),
-        mock.patch.object(sft.strategies, "fuses", mock.Mock(return_value=True)),
+        mock.patch.object(distributed, "fuses", mock.Mock(return_value=True)),
         ledger,
     ):
         sft.main(config)
@@ -103,7 +104,7 @@ def bytes_held(config: Any) -> dict[str, Any]:
     each memory once, with the shapes of all parameters."""
     from recipes import sft
 
-    prepare, seen, gradients, stepped = sft.strategies.prepare, {}, {}, {}
+    prepare, seen, gradients, stepped = distributed.prepare, {}, {}, {}
 
     def before_step(optimizer: Any, *_: Any) -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -127,7 +128,7 @@ def bytes_held(config: Any) -> dict[str, Any]:
 
     hook = register_optimizer_step_pre_hook(before_step)
     try:
-        with mock.patch.object(sft.strategies, "prepare", prepared):
+        with mock.patch.object(distributed, "prepare", prepared):
             sft.main(config)
     finally:
         hook.remove()

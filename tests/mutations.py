@@ -9,6 +9,9 @@ from unittest import mock
 import scenarios
 import torch
 
+from finetune import distributed
+from finetune.training import loss
+
 
 def train_with(bug: str, config: Any) -> dict[str, Any]:
     """Run the recipe with a bug on this rank."""
@@ -21,7 +24,7 @@ def mean_of_means(config: Any) -> Iterator[None]:
     """Average each micro-batch over its own tokens, then average the averages."""
     from recipes import sft
 
-    world_size = sft.strategies.asked_for().world_size
+    world_size = distributed.Strategy.from_environment().world_size
     batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
 
     def mean(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -35,7 +38,7 @@ def mean_of_means(config: Any) -> Iterator[None]:
         return dataclasses.replace(found, trained_tokens=sum(place != -1 for place in found.places) / micro_batch)
 
     assert batch % (micro_batch * world_size) == 0
-    with mock.patch.object(sft, "token_loss_sum", mean), mock.patch.object(sft.batches.Batches, "step", share):
+    with mock.patch.object(loss, "token_loss_sum", mean), mock.patch.object(sft.batches.Batches, "step", share):
         yield
 
 
@@ -61,7 +64,7 @@ def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[N
 
     with (
         mock.patch.object(sft, "micro_batches", ending_early),
-        mock.patch.object(sft.strategies.setup, "GradientAccumulationPlugin", plugin),
+        mock.patch.object(distributed.setup, "GradientAccumulationPlugin", plugin),
     ):
         yield
 
@@ -70,7 +73,7 @@ def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[N
 def scheduler_stepped_by_every_process(config: Any) -> Iterator[None]:
     from recipes import sft
 
-    original, world_size = sft.learning_rate, sft.strategies.asked_for().world_size
+    original, world_size = sft.learning_rate, distributed.Strategy.from_environment().world_size
 
     def too_fast(step: int, *, total_steps: int, **kwargs: Any) -> float:
         return original(min(1 + (step - 1) * world_size, total_steps), total_steps=total_steps, **kwargs)
@@ -81,15 +84,14 @@ def scheduler_stepped_by_every_process(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clipping_left_to_deepspeed(config: Any) -> Iterator[None]:
-    from recipes import sft
 
-    original = sft.strategies.setup._configure_deepspeed
+    original = distributed.setup._configure_deepspeed
 
     def forgetful(accelerator: Any, *args: Any) -> None:
         original(accelerator, *args)
         accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = "auto"  # as Accelerate has it
 
-    with mock.patch.object(sft.strategies.setup, "_configure_deepspeed", forgetful):
+    with mock.patch.object(distributed.setup, "_configure_deepspeed", forgetful):
         yield
 
 

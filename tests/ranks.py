@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.strategy.launch import launch_environment
+from finetune.distributed.launch_environment import launch_environment
 
 ROOT = Path(__file__).parent.parent
 STRATEGY_FILES = ROOT / "accelerate_configs"

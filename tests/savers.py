@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint import Saver
-from finetune.strategy import Piece
+from finetune.distributed import Piece
 
 Gather = Callable[[str | None], list[str | None]]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from finetune import distributed
+
 STEPS = 20
 ROWS_PER_STEP = 8
 
@@ -54,13 +56,13 @@ def train(config: Any) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
     prepared: list[Any] = []
-    prepare = sft.strategies.prepare
+    prepare = distributed.prepare
 
     def watched(accelerator: Any, strategy: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer = prepare(accelerator, strategy, *args, **kwargs)
         group_size = dist.get_world_size() if dist.is_initialized() else 1
         prepared.append(model)
-        sharding = sft.strategies.sharding_of(strategy, model, optimizer)
+        sharding = distributed.sharding_of(strategy, model, optimizer)
         parameter = next(model.parameters())
         seen.update(
             world_size=group_size,
@@ -74,11 +76,11 @@ def train(config: Any) -> dict[str, Any]:
         )
         return model, optimizer
 
-    sft.strategies.prepare = watched
+    distributed.prepare = watched
     try:
         sft.main(config)
     finally:
-        sft.strategies.prepare = prepare
+        distributed.prepare = prepare
     seen["weights_held"] = _digest(prepared[0])
     return seen
 

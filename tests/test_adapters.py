@@ -25,9 +25,11 @@ from safetensors.torch import load_file, save_file
 from test_parity import skip_what_this_machine_lacks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5Config
 
-from finetune import adapter, output, quantization
+from finetune import distributed
 from finetune.errors import InputError, RunStopped
-from finetune.loss import token_loss_sum
+from finetune.models import adapter, quantization
+from finetune.output import run_files
+from finetune.training.loss import token_loss_sum
 from recipes import sft
 
 METHODS = {
@@ -157,13 +159,13 @@ def test_base_weights_are_bit_identical_before_and_after_training_and_evaluation
     monkeypatch: pytest.MonkeyPatch,
 ):
     kept: list[Any] = []
-    prepare = sft.strategies.prepare
+    prepare = distributed.prepare
 
     def watched(accelerator: Any, strategy: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         kept.extend([model, base_bytes(model)])
         return prepare(accelerator, strategy, model, *args, **kwargs)
 
-    monkeypatch.setattr(sft.strategies, "prepare", watched)
+    monkeypatch.setattr(distributed, "prepare", watched)
     settings = {"data__eval": str(held_out), "eval__every": 1, "eval__prompts": 1, "train__steps": 3}
     settings |= {"adapter__type": "lora", "quantization__bits": bits}
     sft.main(scenarios.configuration(weights_folder, conversations, tmp_path / "run", **settings))
@@ -217,7 +219,7 @@ def test_number_of_trained_weights_is_the_closed_form(
     sizes = [SIZES[name] for name in (SIZES if targets == "all-linear" else targets)]
     expected = LAYERS * sum(RANK * (rows + columns) + (columns if kind == "dora" else 0) for rows, columns in sizes)
     expected += H * V * len(modules_to_save)  # once, although embedding and head are one weight
-    shapes = sft.strategies.trained_shapes(model)
+    shapes = distributed.trained_shapes(model)
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == expected
 
 
@@ -278,7 +280,7 @@ def finished(
     """A run on one process, its precision of the base, and the logits of the live model on held-out rows."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     live: dict[str, Any] = {}
-    save = output.save_final
+    save = run_files.save_final
 
     def watched(folder: Path, model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         model.eval()
@@ -290,7 +292,7 @@ def finished(
     settings |= {"train__learning_rate": 5e-3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-        patch.setattr(output, "save_final", watched)
+        patch.setattr(run_files, "save_final", watched)
         sft.main(scenarios.configuration(weights_folder, conversations, folder, **settings))
     return folder, request.param, live["logits"]
 
@@ -354,14 +356,14 @@ def test_peft_loads_adapters_with_modules_trained_whole_and_gives_the_live_logit
     folder = tiny.write_weights(tiny.build_model_folder(tmp_path / "model", tied=tied))
     live: dict[str, Any] = {}
     tokens = torch.randint(0, V, (2, 24), generator=torch.Generator().manual_seed(0))
-    save = output.save_final
+    save = run_files.save_final
 
     def watched(folder: Path, model: Any, *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             live["logits"] = model.eval()(input_ids=tokens).logits
         save(folder, model, *args, **kwargs)
 
-    monkeypatch.setattr(output, "save_final", watched)
+    monkeypatch.setattr(run_files, "save_final", watched)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     settings = {"adapter__type": "lora", "adapter__modules_to_save": modules, "quantization__bits": bits}
     sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", train__steps=3, **settings))
@@ -420,7 +422,7 @@ def test_killed_while_saving_an_earlier_adapter_remains_whole(
 
     with monkeypatch.context() as patch:
         if moment == "rename":
-            patch.setattr(output, "replace", kill)
+            patch.setattr(run_files, "replace", kill)
         else:
             patch.setattr(adapter, moment, kill)
         with pytest.raises(Killed):

@@ -12,9 +12,9 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import strategy as strategies
+from finetune import distributed
+from finetune.distributed.launch_environment import launched_as
 from finetune.errors import InputError
-from finetune.strategy.launch import launched_as
 from recipes import sft
 
 ROOT = Path(__file__).parent.parent
@@ -270,13 +270,13 @@ def test_sampling_settings_of_the_base_model_do_not_keep_the_result_from_being_s
 def test_strategy_that_is_not_really_active_is_an_error(
     tampering: str, tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = strategies.Strategy("fsdp2", 0, 1, 1, "no", True) if tampering == "wrapped twice" else None
-    asked = asked or strategies.Strategy("single", 0, 2, 1, "no", True)
-    real = strategies.Strategy("single", 0, 1, 1, "no", True)
-    original = strategies.prepare
-    monkeypatch.setattr(strategies, "asked_for", lambda: real)
+    asked = distributed.Strategy("fsdp2", 0, 1, 1, "no", True) if tampering == "wrapped twice" else None
+    asked = asked or distributed.Strategy("single", 0, 2, 1, "no", True)
+    real = distributed.Strategy("single", 0, 1, 1, "no", True)
+    original = distributed.prepare
+    monkeypatch.setattr(distributed.Strategy, "from_environment", lambda: real)
     monkeypatch.setattr(
-        strategies, "prepare", lambda accelerator, strategy, *rest, **k: original(accelerator, asked, *rest, **k)
+        distributed, "prepare", lambda accelerator, strategy, *rest, **k: original(accelerator, asked, *rest, **k)
     )
     with pytest.raises(
         RuntimeError, match=f"asked for {asked.name} with {asked.world_size} process.*nothing was trained"

@@ -11,14 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import attention, data
-from finetune.batches import Batches, collate
-from finetune.encoding import Row
-from finetune.loss import IGNORED, token_loss_sum
-from finetune.pipeline import Settings
-from finetune.row_order import EMPTY, global_batch, heaviest_micro_batch, micro_batches
-from finetune.rows import Rows
-from finetune.sources import Source
+from finetune.data import collation, dataset
+from finetune.data.batches import Batches
+from finetune.data.collation import IGNORED, collate
+from finetune.data.encoding import Row
+from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
+from finetune.data.sampler import EMPTY, global_batch, heaviest_micro_batch, micro_batches
+from finetune.data.sources import Source
+from finetune.models import attention
+from finetune.training.loss import token_loss_sum
 
 CPU = torch.device("cpu")
 
@@ -92,7 +94,7 @@ def test_packed_batches_count_tokens_as_the_documents_do(rows: Rows):
 
 
 def test_no_packed_row_holds_a_document_twice_though_its_source_has_a_weight(conversations: Path):
-    rows, _ = data.load([Source(str(conversations), weight=3)], [], tiny.build_tokenizer(), Settings(64))
+    rows, _ = dataset.load([Source(str(conversations), weight=3)], [], tiny.build_tokenizer(), Settings(64))
     work = batches(rows)
     assert work.packs is not None
     sources = [[row.source for row in work.documents(place)] for place in range(len(work.packs))]
@@ -167,7 +169,7 @@ def test_comparison_rejects_a_batch_without_its_bounds(model_folder: Path, rows:
     places = [[rows[0], rows[1], rows[2]]]
     loss, gradient = gradients(model, [collate(places, CPU, packed=True)])
     next_tokens, inputs = collate(places, CPU, packed=True)
-    one_document = attention.document_bounds([next_tokens.numel()], CPU)
+    one_document = collation.document_bounds([next_tokens.numel()], CPU)
     leaking_loss, leaking = gradients(model, [(next_tokens, inputs | one_document)])
     assert abs(leaking_loss - loss) > 1e-4 * loss
     assert (leaking - gradient).norm() > 1e-2 * gradient.norm()

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from benchmarks import checkpoint_speed as speed
 from benchmarks import kills
-from finetune import model
+from finetune.models import loading
 
 KEYS = ("save_seconds", "second_save_seconds", "second_stall_seconds", "restore_seconds", "stall_seconds")
 BYTES = ("own_bytes", "save_bytes", "restore_bytes")
@@ -53,7 +53,7 @@ def test_run_is_its_slowest_process_and_refused_if_something_else_was_restored()
 
 
 def test_model_has_as_many_weights_as_it_says():
-    bare = model.without_weights(Qwen2Config(**speed.SHAPE), trust_remote_code=False)
+    bare = loading.without_weights(Qwen2Config(**speed.SHAPE), trust_remote_code=False)
     assert speed.weights_of(speed.SHAPE) == sum(weight.numel() for weight in bare.parameters())
     assert 0.49e9 < speed.weights_of(speed.SHAPE) < 0.5e9
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks import plan_accuracy as accuracy
 from benchmarks import plan_cases, plan_results, plan_runs
-from finetune.compatibility import Cell, refusal
+from finetune.config.compatibility import Cell, refusal
 from finetune.errors import InputError
-from finetune.hardware import parse_gpus
+from finetune.hardware.cards import parse_gpus
 from recipes.sft import Config
 
 H200 = parse_gpus("1xH200")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import tiny
 
-from finetune import data
 from finetune.cache import filled_once
+from finetune.data import dataset
+from finetune.data.encoding_workers import Settings
+from finetune.data.sources import Source, byte_stream, reading
 from finetune.errors import InputError
-from finetune.pipeline import Settings
-from finetune.sources import Source, byte_stream, reading
 
 FORK = mp.get_context("fork")
 TOKENIZER = tiny.build_tokenizer()
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(path: Path, tell: Any = lambda doing, rows: None, **settings: Any) -> Any:
-    return data.read_rows([Source(str(path))], TOKENIZER, Settings(**({"max_length": 64} | settings)), tell=tell)
+    return dataset.read_rows([Source(str(path))], TOKENIZER, Settings(**({"max_length": 64} | settings)), tell=tell)
 
 
 def read_and_report(path: Path, answers: Any, begin: Any) -> None:
@@ -118,7 +118,7 @@ def test_what_could_change_the_rows_prepares_anew(tmp_path: Path):
     folders = [read(path).folder, read(path, max_length=32).folder, read(path, train_on="last").folder]
     folders += [read(path, format="messages").folder]
     other = tiny.build_tokenizer(tiny.CHATML.replace("<|im_start|>' +", "<|im_start|> ' +"))
-    folders.append(data.read_rows([Source(str(path))], other, Settings(64)).folder)
+    folders.append(dataset.read_rows([Source(str(path))], other, Settings(64)).folder)
     tiny.write_conversations(path, 21)
     folders.append(read(path).folder)
     assert len(set(folders)) == 6
@@ -128,9 +128,9 @@ def test_folder_and_a_list_of_its_files_are_different_sources(tmp_path: Path):
     folder = tmp_path / "d"
     folder.mkdir()
     files = [tiny.write_conversations(folder / f"{name}.jsonl", 20) for name in "ab"]
-    whole = data.load([Source(str(folder))], [], TOKENIZER, Settings(64))[0]
-    listed = data.load([Source(str(files[0])), Source(str(files[1]), weight=2)], [], TOKENIZER, Settings(64))[0]
-    again = data.load([Source(str(folder), weight=2)], [], TOKENIZER, Settings(64))[0]
+    whole = dataset.load([Source(str(folder))], [], TOKENIZER, Settings(64))[0]
+    listed = dataset.load([Source(str(files[0])), Source(str(files[1]), weight=2)], [], TOKENIZER, Settings(64))[0]
+    again = dataset.load([Source(str(folder), weight=2)], [], TOKENIZER, Settings(64))[0]
     assert (len(whole), len(listed), len(again)) == (40, 60, 80)
 
 

@@ -26,11 +26,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from finetune.chat import ChatTemplate
-from finetune.encoding import Encoder
+from finetune.data.chat_template import ChatTemplate
+from finetune.data.encoding import Encoder
+from finetune.data.formats import convert
+from finetune.data.rendering import DATE, Template
 from finetune.errors import BadRow
-from finetune.formats import convert
-from finetune.rendering import DATE, Template
 
 SHARED = Path(__file__).parents[2] / "shared"
 PLAIN = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]

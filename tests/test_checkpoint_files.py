@@ -21,8 +21,8 @@ from savers import Gather, even_cuts, share
 from finetune.checkpoint import newest, open_checkpoint
 from finetune.checkpoint.host_copy import HostCopy
 from finetune.checkpoint.manifest import NAME, OwnStretch, Part, StoredFile, checksum, file_name, merged
+from finetune.distributed import Piece
 from finetune.errors import InputError
-from finetune.strategy import Piece
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float16, torch.int64)
 

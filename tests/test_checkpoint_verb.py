@@ -12,12 +12,13 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import adapter, cli
-from finetune import model as models
+from finetune.cli import commands
+from finetune.models import adapter
+from finetune.models import loading as models
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main(["checkpoint", *map(str, arguments)])
+    code = commands.main(["checkpoint", *map(str, arguments)])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from finetune import cli
+from finetune.cli import commands
 
 
 @pytest.mark.parametrize("words", ["--help", "plan --help", "init {}/new", "plan --model {} --gpus 1xH100 --json"])
@@ -19,4 +19,4 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(
     os.close(reading)
     with open(writing, "w") as pipe, monkeypatch.context() as patch:  # closing flushes, as the interpreter's end does
         patch.setattr("sys.stdout", pipe)
-        assert cli.main(words.format(tmp_path).split()) == 1
+        assert commands.main(words.format(tmp_path).split()) == 1

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.command_line import parse, to_yaml
+from finetune.config.command_line import parse, to_yaml
 from finetune.errors import InputError
 from recipes.sft import Config
 

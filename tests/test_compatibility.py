@@ -17,9 +17,9 @@ from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
 from benchmarks.compatibility_table import table, with_table
-from finetune.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
+from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
+from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
-from finetune.strategy.launch import launch_environment
 from recipes import sft
 
 CELLS = cells()

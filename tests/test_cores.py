@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import cores
-from finetune.strategy import Strategy, setup
+from finetune.distributed import Strategy, setup
+from finetune.hardware import cores
 
 V1 = "11:memory:/job\n4:cpu,cpuacct:/job/step\n1:cpuset:/\n0::/\n"
 V2 = "0::/job/step\n"

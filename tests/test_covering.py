@@ -6,7 +6,7 @@ from covering import covered, covering_array, pairs_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.compatibility import cells, refusal
+from finetune.config.compatibility import cells, refusal
 
 POINTS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.booleans()), min_size=1, unique=True)
 

@@ -12,11 +12,12 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune import data, data_checks
+from finetune.data import dataset
+from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
+from finetune.data.sources import Source
 from finetune.errors import InputError
-from finetune.pipeline import Settings
-from finetune.rows import Rows
-from finetune.sources import Source
+from finetune.run import data_checks
 from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()
@@ -92,11 +93,11 @@ def test_data_without_a_usable_row_are_refused_in_one_sentence_that_offers_no_ot
 def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", "\n".join([GOOD, "{broken", GOOD, '{"nothing": 1}']), skip_bad_rows=True)
     assert [row.source.rsplit(":")[-1] for row in rows] == ["1", "3"]
-    rejected = [json.loads(line) for line in data.rejected_lines(rows)]
+    rejected = [json.loads(line) for line in dataset.rejected_lines(rows)]
     assert [entry["source"].rsplit(":")[-1] for entry in rejected] == ["2", "4"]
     assert rejected[0]["raw"] == "{broken"
     assert json.loads(rejected[1]["raw"]) == {"nothing": 1}
-    assert "2 rejected" in data.describe(rows, "training")
+    assert "2 rejected" in dataset.describe(rows, "training")
 
 
 def test_skipping_never_leaves_an_empty_run(tmp_path: Path):
@@ -116,11 +117,11 @@ def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_b
     assert rows.summary["first_dropped"][0].endswith(":3")
     assert max(rows.lengths) == 32
     assert rows[1].uncut_tokens > 99
-    line = data.describe(rows, "training")
+    line = dataset.describe(rows, "training")
     assert "1 row cut" in line
     assert "1 dropped" in line
     assert "rows.jsonl:3" in line
-    assert "max_length 32" in next(data.rejected_lines(rows))
+    assert "max_length 32" in next(dataset.rejected_lines(rows))
 
 
 def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path):
@@ -164,7 +165,7 @@ def test_split_by_a_fraction_keeps_every_row_on_its_side_whatever_is_added(tmp_p
     large = tiny.read_rows(write(tmp_path / "large.jsonl", contents[::-1]), TOKENIZER)
     sides = []
     for rows in (small, large):
-        train, held_out = data.split(rows, 0.2)
+        train, held_out = dataset.split(rows, 0.2)
         assert len(train) + len(held_out) == len(rows)
         assert 0.1 < len(held_out) / len(rows) < 0.3
         sides.append({row.question for row in held_out})
@@ -174,45 +175,45 @@ def test_split_by_a_fraction_keeps_every_row_on_its_side_whatever_is_added(tmp_p
 def test_rows_that_agree_in_the_split_key_stay_on_one_side(tmp_path: Path):
     rows = [conversation(f"tree {i}") | {"document": i // 5} for i in range(200)]
     path = write(tmp_path / "rows.jsonl", rows)
-    stored = data.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="document"))
-    documents = [{int(row.question.split()[1]) // 5 for row in side} for side in data.split(stored, 0.3)]
+    stored = dataset.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="document"))
+    documents = [{int(row.question.split()[1]) // 5 for row in side} for side in dataset.split(stored, 0.3)]
     assert all(documents)
     assert not documents[0] & documents[1]
     with pytest.raises(InputError, match=r"no key 'chapter', which data\.split_key names"):
-        data.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="chapter"))
+        dataset.read_rows([Source(str(path))], TOKENIZER, Settings(64, split_key="chapter"))
 
 
 def test_rows_of_one_long_text_are_split_too(tmp_path: Path):
     (tmp_path / "text.txt").write_text("".join(f"the tree number {i} walks over the river\n" for i in range(4000)))
     rows = tiny.read_rows(tmp_path / "text.txt", TOKENIZER)
-    _, held_out = data.split(rows, 0.1)
+    _, held_out = dataset.split(rows, 0.1)
     assert 0.05 < len(held_out) / len(rows) < 0.15
 
 
 def test_split_that_leaves_a_side_empty_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="choose another fraction"):
-        data.split(read(tmp_path / "rows.jsonl", GOOD), 0.5)
+        dataset.split(read(tmp_path / "rows.jsonl", GOOD), 0.5)
 
 
 def test_sources_with_weights_are_trained_as_often_as_they_say(tmp_path: Path):
     first = write(tmp_path / "first.jsonl", [conversation(f"tree {i}") for i in range(100)])
     second = write(tmp_path / "second.jsonl", [conversation(f"river {i}") for i in range(50)])
     sources = [Source(str(first), weight=0.5), Source(str(second), weight=2)]
-    rows, _ = data.load(sources, [], TOKENIZER, Settings(64))
+    rows, _ = dataset.load(sources, [], TOKENIZER, Settings(64))
     questions = [row.question for row in rows]
     assert 30 < sum("tree" in question for question in questions) < 70
     assert len({question for question in questions if "tree" in question}) == sum("tree" in q for q in questions)
     assert sorted(q for q in questions if "river" in q) == sorted([f"river {i}" for i in range(50)] * 2)
-    again, _ = data.load(sources, [], TOKENIZER, Settings(64))
+    again, _ = dataset.load(sources, [], TOKENIZER, Settings(64))
     assert again.fingerprint == rows.fingerprint
-    unweighted, _ = data.load([Source(str(first)), Source(str(second))], [], TOKENIZER, Settings(64))
+    unweighted, _ = dataset.load([Source(str(first)), Source(str(second))], [], TOKENIZER, Settings(64))
     assert unweighted.fingerprint != rows.fingerprint
 
 
 @pytest.mark.parametrize(("weight", "share"), [(0.25, 0.25), (0.5, 0.5), (1.2, 1.2)])
 def test_weights_hold_among_the_rows_that_a_split_leaves(tmp_path: Path, weight: float, share: float):
     path = write(tmp_path / "rows.jsonl", [conversation(f"tree {i}") for i in range(1000)])
-    rows, held_out = data.load([Source(str(path), weight=weight)], 0.3, TOKENIZER, Settings(64))
+    rows, held_out = dataset.load([Source(str(path), weight=weight)], 0.3, TOKENIZER, Settings(64))
     assert held_out is not None
     assert abs(len(rows) / (1000 - len(held_out)) - share) < 0.07
     assert not {row.question for row in rows} & {row.question for row in held_out}
@@ -221,7 +222,7 @@ def test_weights_hold_among_the_rows_that_a_split_leaves(tmp_path: Path, weight:
 def test_weights_hold_among_the_rows_that_a_split_leaves_of_one_long_text(tmp_path: Path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"the tree number {i} walks over the river\n" for i in range(4000)))
-    rows, held_out = data.load([Source(str(path), weight=0.5)], 0.4, TOKENIZER, Settings(64))
+    rows, held_out = dataset.load([Source(str(path), weight=0.5)], 0.4, TOKENIZER, Settings(64))
     assert held_out is not None
     assert abs(len(rows) / (held_out.summary["rows"] - len(held_out)) - 0.5) < 0.07
 
@@ -247,13 +248,13 @@ def test_rows_longer_than_the_model_has_positions_are_refused(tmp_path: Path):
 def test_held_out_rows_that_are_trained_too_are_counted(tmp_path: Path):
     train = tiny.read_rows(write(tmp_path / "a.jsonl", [conversation(f"tree {i}") for i in range(9)]), TOKENIZER)
     other = tiny.read_rows(write(tmp_path / "b.jsonl", [conversation(f"tree {i}") for i in range(7, 14)]), TOKENIZER)
-    assert data.shared_with(other, train) == 2
+    assert dataset.shared_with(other, train) == 2
 
 
 def test_fingerprint_changes_with_a_token_and_with_a_mask(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", [conversation("tree")])
     found = {tiny.read_rows(path, TOKENIZER).fingerprint}
-    found.add(data.read_rows([Source(str(path))], TOKENIZER, Settings(64, train_on="all")).fingerprint)
+    found.add(dataset.read_rows([Source(str(path))], TOKENIZER, Settings(64, train_on="all")).fingerprint)
     found.add(tiny.read_rows(write(tmp_path / "other.jsonl", [conversation("river")]), TOKENIZER).fingerprint)
     assert len(found) == 3
     assert tiny.read_rows(write(tmp_path / "same.jsonl", [conversation("tree")]), TOKENIZER).fingerprint in found

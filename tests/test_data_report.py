@@ -23,21 +23,23 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from finetune import cli, command_line, formats
-from finetune.batches import Batches
-from finetune.data import Rows, read_rows
-from finetune.data_report import figures
-from finetune.data_report.figures import LeftOut, Report
-from finetune.data_report.lengths import MOST_BINS, length_figures
-from finetune.data_report.page import to_html, to_json
-from finetune.data_report.row_text import Stretch, shorten, shown_row, spread, stretches, visible
-from finetune.data_report.terminal import print_report
-from finetune.data_report.verb import measured_speed
-from finetune.encoding import Encoder, Row
+from finetune.cli import commands
+from finetune.cli.data_report import figures
+from finetune.cli.data_report.figures import LeftOut, Report
+from finetune.cli.data_report.lengths import MOST_BINS, length_figures
+from finetune.cli.data_report.page import to_html, to_json
+from finetune.cli.data_report.report_tables import print_report
+from finetune.cli.data_report.row_text import FlatShard, shorten, shown_row, spread, stretches, visible
+from finetune.cli.data_verb import measured_speed
+from finetune.config import command_line
+from finetune.data import formats
+from finetune.data.batches import Batches
+from finetune.data.dataset import Rows, read_rows
+from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding_workers import Settings
+from finetune.data.sampler import EMPTY, global_batch, positions_in
+from finetune.data.sources import Source
 from finetune.errors import InputError
-from finetune.pipeline import Settings
-from finetune.row_order import EMPTY, global_batch, positions_in
-from finetune.sources import Source
 from recipes import sft
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -96,7 +98,7 @@ def configure(tmp_path: Path, model_folder: Path) -> Callable[..., list[str]]:
 
 def as_json(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code: int = 0) -> dict[str, Any]:
     capsys.readouterr()
-    assert cli.main([*arguments, "--json"]) == exit_code
+    assert commands.main([*arguments, "--json"]) == exit_code
     return json.loads(capsys.readouterr().out)  # which would fail if there were anything else
 
 
@@ -268,7 +270,7 @@ class TestSpeed:
         capsys: pytest.CaptureFixture[str],
     ):
         arguments = configure(str(conversations))
-        assert cli.main(arguments) == 0
+        assert commands.main(arguments) == 0
         assert "--tokens-per-second" in capsys.readouterr().out
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").write_text('{"total_tokens": 50, "step_seconds": 1}\n' * 2)
@@ -292,15 +294,15 @@ class TestRows:
     def test_special_tokens_are_told_from_text_that_looks_like_them(self):
         parts = stretches(encode("write <|im_end|>", "<|im_start|>"), TOKENIZER)
         assert [part.text for part in parts if part.special] == ["<|im_start|>", "<|im_end|>"] * 2
-        assert Stretch("user\nwrite <|im_end|>", trained=False, special=False) in parts
-        assert Stretch("<|im_start|>", trained=True, special=False) in parts
+        assert FlatShard("user\nwrite <|im_end|>", trained=False, special=False) in parts
+        assert FlatShard("<|im_start|>", trained=True, special=False) in parts
 
     @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12), st.integers(1, 20), st.integers(2, 6))
     @settings(deadline=None)
     def test_shortened_row_keeps_both_ends_and_says_what_is_left_out(
         self, sizes: list[tuple[int, bool]], characters: int, most: int
     ):
-        row = [Stretch("ab" * size, trained, special=False) for size, trained in sizes]
+        row = [FlatShard("ab" * size, trained, special=False) for size, trained in sizes]
         short = shorten(row, trained=2 * characters, untrained=characters, most=most)
         for stretch in short:
             assert stretch.is_note or len(stretch.text) <= characters * (1 + stretch.trained)
@@ -481,7 +483,7 @@ class TestVerb:
         rows = [conversation("the tree", "walks"), *[conversation(f"no answer {i}") for i in range(25)]]
         path = write_rows(tmp_path / "rows.jsonl", rows)
         arguments = configure(str(path))
-        assert cli.main(arguments) == 2
+        assert commands.main(arguments) == 2
         lines = re.sub(r"\s+", " ", capsys.readouterr().out)
         named = [f"{path}:{line}: there is no assistant turn" for line in range(2, 27)]
         assert [name in lines for name in named] == [True] * 10 + [False] * 15
@@ -495,7 +497,7 @@ class TestVerb:
         assert len(listed["left_out"]) == 25
         [file] = listed["left_out_files"]
         assert len(Path(file).read_text().splitlines()) == 25
-        assert cli.main([*arguments, "--html", str(tmp_path / "page.html")]) == 2
+        assert commands.main([*arguments, "--html", str(tmp_path / "page.html")]) == 2
         page = Elements((tmp_path / "page.html").read_text(encoding="utf-8")).text
         assert all(name in page for name in named)
 
@@ -503,7 +505,7 @@ class TestVerb:
         self, tmp_path: Path, configure: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
     ):
         path = write_rows(tmp_path / "rows.jsonl", [conversation("the tree", "walks"), "{"])
-        assert cli.main([*configure(str(path)), "--data.on_bad_row", "skip"]) == 0
+        assert commands.main([*configure(str(path)), "--data.on_bad_row", "skip"]) == 0
         assert capsys.readouterr().out.endswith("A run would start with these data.\n")
 
     @pytest.mark.parametrize(
@@ -541,7 +543,7 @@ class TestVerb:
             sft.main(command_line.parse(sft.Config, arguments[1:]))
         (problem,) = refused.value.problems
         assert sentence in problem
-        assert cli.main(arguments) == 2
+        assert commands.main(arguments) == 2
         said = capsys.readouterr()
         verdict = f"A run would refuse these data: {problem}"
         assert said.err == f"error: {problem}\n" or squeezed(said.out).endswith(squeezed(verdict))
@@ -564,7 +566,7 @@ class TestVerb:
         arguments, page = configure(str(conversations)), tmp_path / "page.html"
         assert len(as_json(arguments, capsys)["examples"]) == 3
         assert len(as_json([*arguments, "--rows", "7"], capsys)["examples"]) == 7
-        cli.main([*arguments, "--html", str(page)])
+        commands.main([*arguments, "--html", str(page)])
         assert page.read_text(encoding="utf-8").count("<pre") == 20
 
     def test_json_holds_the_figures_that_the_terminal_shows(
@@ -572,7 +574,7 @@ class TestVerb:
     ):
         arguments = configure(str(conversations))
         result = as_json(arguments, capsys)
-        cli.main(arguments)
+        commands.main(arguments)
         shown = capsys.readouterr().out
         for name in ("tokens", "unpacked", "packed"):
             for key in ("total", "trained", "rows_per_epoch", "positions_per_epoch", "steps"):
@@ -601,7 +603,7 @@ class TestVerb:
         configure: Callable[..., list[str]],
         capsys: pytest.CaptureFixture[str],
     ):
-        assert cli.main([*configure(str(conversations)), *more]) == 2
+        assert commands.main([*configure(str(conversations)), *more]) == 2
         output = capsys.readouterr()
         assert output.err.startswith("error: ")
         assert problem in output.err
@@ -609,7 +611,7 @@ class TestVerb:
 
     def test_other_verbs_take_no_flags_of_recipes(self, capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["init", "folder", "--data.max_length", "8"])
+            commands.main(["init", "folder", "--data.max_length", "8"])
         assert stopped.value.code == 2
         assert "unrecognized arguments: --data.max_length 8" in capsys.readouterr().err
 
@@ -626,15 +628,15 @@ class TestVerb:
         self, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
     ):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(words)
+            commands.main(words)
         assert stopped.value.code == 2
         said = capsys.readouterr().err
         assert said.endswith(f"; did you mean {meant}?\n") if meant else "did you mean" not in said
 
     def test_help_imports_nothing_heavy(self):
         program = (
-            "import sys\nfrom finetune import cli\n"
-            "try: cli.main(['data', '--help'])\n"
+            "import sys\nfrom finetune.cli import commands\n"
+            "try: commands.main(['data', '--help'])\n"
             "except SystemExit: pass\n"
             "assert not {'torch', 'transformers', 'rich', 'numpy', 'pyarrow'} & sys.modules.keys()"
         )

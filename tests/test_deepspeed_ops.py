@@ -7,8 +7,8 @@ import pytest
 import scenarios
 from deepspeed.accelerator import get_accelerator
 
+from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
-from finetune.strategy import deepspeed_ops
 from recipes import sft
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from scenarios import read_metrics
 
-from finetune.demo_model import demo_model
+from finetune.cli.demo_model import demo_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
     """In the process that fetches and converts it, libraries that would draw one draw nothing."""
     (tmp_path / "finetune" / "SmolLM2-135M-Instruct").mkdir(parents=True)
     program = (
-        "import runpy\nrunpy.run_module('finetune.demo_model', run_name='__main__')\n"
+        "import runpy\nrunpy.run_module('finetune.cli.demo_model', run_name='__main__')\n"
         "from tqdm.auto import tqdm\nassert list(tqdm([1, 2])) == [1, 2]"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

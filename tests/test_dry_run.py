@@ -15,18 +15,18 @@ from ranks import ROOT, Ranks
 from torch._subclasses.fake_tensor import FakeTensor
 from tracing import begun
 
-from finetune import strategy as strategies
-from finetune.dry_run import step
-from finetune.dry_run.accounts import account
-from finetune.dry_run.child import trace_in_child
-from finetune.dry_run.kernels import bytes_inside
-from finetune.dry_run.ledger import Ledger
-from finetune.dry_run.patches import libraries_take_fakes
-from finetune.dry_run.step import dry_run
-from finetune.dry_run.trace import CATEGORIES, PHASES, Trace, trace_of
+from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
-from finetune.plan.setting import Setting
-from finetune.strategy.launch import launch_environment
+from finetune.trace import dry_run as tracing_step
+from finetune.trace.accounts import account
+from finetune.trace.child import trace_in_child
+from finetune.trace.dry_run import dry_run
+from finetune.trace.findings import CATEGORIES, PHASES, Trace, trace_of
+from finetune.trace.kernel_workspace import bytes_inside
+from finetune.trace.ledger import Ledger
+from finetune.trace.patches import libraries_take_fakes
+from finetune.trace.setting import Setting
+from finetune.training import step
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -189,7 +189,7 @@ class Packed:
 def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: pytest.MonkeyPatch):
     kept: list[int] = []
     models: list[torch.nn.Module] = []
-    built, scaled = step.build, strategies.scaled
+    built, scaled = tracing_step.build, step.scaled
 
     def build(*args: Any, **kwargs: Any) -> Any:
         models.append(built(*args, **kwargs))
@@ -203,8 +203,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: py
 
     setting = replace(SETTING, precision="no", adapter=adapter)
     with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(Packed, lambda each: each.tensor):
-        patch.setattr(step, "build", build)
-        patch.setattr(strategies, "scaled", count)
+        patch.setattr(tracing_step, "build", build)
+        patch.setattr(step, "scaled", count)
         real = exact(setting, real=True)
     fake = exact(setting)
     saved = fake.saved.categories["activations"] + fake.saved.categories["logits"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.optimizer import EIGHT_BIT, build_optimizer
+from finetune.optim.optimizer import EIGHT_BIT, build_optimizer
 
 ROWS, COLUMNS = 8, 256
 

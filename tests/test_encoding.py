@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from finetune.encoding import Encoder, Row
+from finetune.data.encoding import Encoder, Row
+from finetune.data.formats import convert
 from finetune.errors import BadRow
-from finetune.formats import convert
 
 SHARED = Path(__file__).parents[2] / "shared"
 PLAIN = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]

@@ -16,12 +16,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from finetune import config, output
 from finetune.checkpoint import newest
-from finetune.checkpoint.export import export
 from finetune.checkpoint.resuming import checkpoints_at_once
+from finetune.config import sections
 from finetune.errors import InputError, RunInterrupted, RunStopped
-from finetune.schedule import learning_rate
+from finetune.export.checkpoint_export import export
+from finetune.optim.schedule import learning_rate
+from finetune.output import run_files
+from finetune.training import loss
 from recipes import sft
 
 STEPS = 4
@@ -88,7 +90,7 @@ def test_finished_run_goes_on_with_more_steps_as_if_it_had_had_them_from_the_beg
     assert "resuming after step 3" in said
     assert "the run now has 6 steps, not 3: the learning rate goes on as it was\n" in said
     assert_same_result(run, uninterrupted)
-    assert output.finished_steps(run) == 6
+    assert run_files.finished_steps(run) == 6
 
 
 def test_run_that_goes_on_under_another_schedule_says_so_with_both_learning_rates(
@@ -134,7 +136,7 @@ def test_run_without_a_checkpoint_at_its_end_cannot_go_on(train: Callable[..., P
 def test_room_is_asked_for_as_many_checkpoints_as_will_lie_there(every: int, at_end: bool):
     for steps, keep in itertools.product(range(1, 10), range(1, 4)):
         saved = [step for step in range(1, steps + 1) if (every and step % every == 0) or (at_end and step == steps)]
-        settings = config.Checkpoint(every=every, at_end=at_end, keep=keep)
+        settings = sections.Checkpoint(every=every, at_end=at_end, keep=keep)
         assert checkpoints_at_once(settings, steps) == min(len(saved), keep + 1)
 
 
@@ -160,15 +162,15 @@ def dies_evaluating(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
 
 
 def dies_before_the_line_of_the_last_step(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    append = output.Journal.append
+    append = run_files.Journal.append
 
-    def dying(journal: output.Journal, lines: Any) -> list[str]:
+    def dying(journal: run_files.Journal, lines: Any) -> list[str]:
         added = list(lines)
         if any(json.loads(line).get("step") == STEPS for line in added):
             raise Killed
         return append(journal, added)
 
-    monkeypatch.setattr(output.Journal, "append", dying)
+    monkeypatch.setattr(run_files.Journal, "append", dying)
 
 
 def dies_in(function: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -176,7 +178,7 @@ def dies_in(function: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
         def dying(*args: Any, **kwargs: Any) -> None:
             raise Killed
 
-        monkeypatch.setattr(output, function, dying)
+        monkeypatch.setattr(run_files, function, dying)
 
     patch.__name__ = f"dies_in_{function}"
     return patch
@@ -188,17 +190,17 @@ def dies_between_the_renames_of_the_result(monkeypatch: pytest.MonkeyPatch, run:
             final.rename(final.with_name("final.old"))
         raise Killed
 
-    monkeypatch.setattr(output, "replace", dying)
+    monkeypatch.setattr(run_files, "replace", dying)
 
 
 def dies_when_the_result_has_its_name(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    replace = output.replace
+    replace = run_files.replace
 
     def dying(temporary: Path, final: Path) -> None:
         replace(temporary, final)
         raise Killed
 
-    monkeypatch.setattr(output, "replace", dying)
+    monkeypatch.setattr(run_files, "replace", dying)
 
 
 INSTANTS = [
@@ -284,7 +286,7 @@ def test_exported_checkpoint_tells_the_evaluation_that_followed_it(whole: Path, 
 
 
 def test_lines_that_wait_until_the_end_are_tried_again_and_their_loss_is_said(tmp_path: Path):
-    journal, path = output.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
+    journal, path = run_files.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
     journal.append(["1", "2"])
     assert "lacks its last 2 lines" in journal.close()[0]
     path.parent.mkdir()
@@ -295,14 +297,14 @@ def test_lines_that_wait_until_the_end_are_tried_again_and_their_loss_is_said(tm
 def test_line_that_could_not_be_written_is_added_before_the_result(
     train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    add, full = output._append, iter([True])
+    add, full = run_files._append, iter([True])
 
     def full_disk(content: bytes, path: Path) -> None:
         if b'"step": 4' in content and next(full, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         add(content, path)
 
-    monkeypatch.setattr(output, "_append", full_disk)
+    monkeypatch.setattr(run_files, "_append", full_disk)
     run = train()
     assert "metrics.jsonl cannot be written (No space left on device); its lines wait" in capsys.readouterr().out
     assert [line["step"] for line in timeless(run)] == [1, 2, 3, 4]
@@ -313,8 +315,8 @@ def test_line_that_could_not_be_written_is_added_before_the_result(
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factors: list[float]) -> None:
     """Multiply the losses, one call after the other; the first is the rehearsal's."""
-    original, left = sft.token_loss_sum, iter(factors)
-    monkeypatch.setattr(sft, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
+    original, left = loss.token_loss_sum, iter(factors)
+    monkeypatch.setattr(loss, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
 
 
 NAN = float("nan")
@@ -330,7 +332,7 @@ def test_run_of_which_no_step_changed_the_weights_has_no_result(
     with pytest.raises(RunStopped, match="None of the 2 steps"):  # nor when it is started again
         train(train__steps=2, train__max_bad_steps=5)
     run = train(train__steps=3)  # the next step is a good one
-    assert output.finished_steps(run) == 3
+    assert run_files.finished_steps(run) == 3
 
 
 def test_earlier_result_outlives_a_run_without_one(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
@@ -340,11 +342,11 @@ def test_earlier_result_outlives_a_run_without_one(train: Callable[..., Path], m
     with pytest.raises(RunStopped, match="The only step of this run changed no weight"):
         train(train__steps=1, train__overwrite=True, checkpoint__resume="none", train__seed=1)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(run).items())
-    assert output.finished_steps(run) == 0
+    assert run_files.finished_steps(run) == 0
 
 
 def test_run_of_which_one_step_changed_the_weights_has_a_result(
     train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     spoil(monkeypatch, [1, NAN, 1, NAN])
-    assert output.finished_steps(train(train__steps=3)) == 3
+    assert run_files.finished_steps(train(train__steps=3)) == 3

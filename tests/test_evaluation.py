@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from scenarios import configuration
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import evaluation
-from finetune import model as models
-from finetune.evaluation import Question, answers, exact_match, questions, shown
-from finetune.rows import Rows
+from finetune.data.rows import Rows
+from finetune.models import loading as models
+from finetune.training import evaluation
+from finetune.training.evaluation import Question, answers, exact_match, questions, shown
 from recipes.sft import main
 
 

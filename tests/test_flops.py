@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import model as models
-from finetune.flops import training_flops_per_token
+from finetune.models import loading as models
+from finetune.models.flops import training_flops_per_token
 
 
 def test_flops_of_a_training_step_are_those_that_pytorch_counts():

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data.formats import FORMATS, Example, convert, detect
+from finetune.data.sources import Record, Source, read
 from finetune.errors import BadRow
-from finetune.formats import FORMATS, Example, convert, detect
-from finetune.sources import Record, Source, read
 
 SHARED = Path(__file__).parents[2] / "shared"
 USER = {"role": "user", "content": "the tree"}

@@ -15,6 +15,8 @@ import scenarios
 import torch
 from parity import assert_really_active
 
+from finetune import distributed
+
 LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
 TOLERANCE = 5e-3
 
@@ -27,14 +29,13 @@ def train_in_fp16(config: Any, scale_power: int) -> dict[str, Any]:
 
 def train_in_fp16_with_a_fused_optimizer(config: Any, scale_power: int) -> dict[str, Any]:
     """As on a GPU, where the optimizer is fused unless losses are scaled."""
-    from recipes import sft
 
     def on_a_gpu(accelerator: Any) -> bool:
         with mock.patch.object(type(accelerator), "device", torch.device("cuda")):
             return fuses(accelerator)
 
-    fuses = sft.strategies.fuses
-    with fp16_on_cpu(scale_power), mock.patch.object(sft.strategies, "fuses", on_a_gpu):
+    fuses = distributed.fuses
+    with fp16_on_cpu(scale_power), mock.patch.object(distributed, "fuses", on_a_gpu):
         return scenarios.train(config)
 
 
@@ -44,9 +45,7 @@ def fp16_on_cpu(scale_power: int) -> Iterator[None]:
     from accelerate.utils import get_fsdp2_grad_scaler
     from deepspeed.accelerator import get_accelerator
 
-    from recipes import sft
-
-    setup = sft.strategies.setup
+    setup = distributed.setup
     configure = setup._configure_deepspeed
 
     def with_scaler(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +61,7 @@ def fp16_on_cpu(scale_power: int) -> Iterator[None]:
         accelerator.state.deepspeed_plugin.deepspeed_config["fp16"]["initial_scale_power"] = scale_power
 
     with (
-        mock.patch.object(sft.strategies, "problems", return_value=[]),
+        mock.patch.object(distributed, "problems", return_value=[]),
         mock.patch.object(setup, "Accelerator", with_scaler),
         mock.patch.object(setup, "_configure_deepspeed", with_first_scale),
         mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),

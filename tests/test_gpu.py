@@ -12,8 +12,8 @@ import yaml
 from ranks import ROOT, STRATEGY_FILES
 
 from benchmarks import gpu_qlora, plan_accuracy
-from finetune import cli
-from finetune.plan.machine import gpus_here
+from finetune.cli import commands
+from finetune.planner.machine import gpus_here
 from recipes import sft
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,7 +69,7 @@ def test_quantised_base_and_8_bit_optimizers_train_as_fp32_weights_and_adamw_do(
 @pytest.mark.gpu
 @on_a_gpu
 def test_paged_state_lies_in_memory_that_the_gpu_may_give_away():
-    from finetune.eight_bit import build_eight_bit_optimizer
+    from finetune.optim.eight_bit import build_eight_bit_optimizer
 
     weight = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda"))
     weight.grad = torch.ones_like(weight)
@@ -149,7 +149,7 @@ def test_probe_measures_what_is_predicted(tmp_path: Path, capsys: pytest.Capture
     configs = json.loads((Path(__file__).parent / "model_configs.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(configs["smollm2-135m"]["config"]))
     asked = ["--model", str(tmp_path), "--gpus", f"1x{gpus_here().gpu.name}", "--method", "full", "--probe", "--json"]
-    assert cli.main(["plan", *asked]) == 0
+    assert commands.main(["plan", *asked]) == 0
     found = json.loads(capsys.readouterr().out)["probe"]
     for real, formula in zip(found["probed"], found["predicted"]):
         assert formula["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.05)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import InputError
-from finetune.hardware import (
+from finetune.hardware.cards import (
     MOST_GPUS_OF_A_MACHINE,
     Machines,
     known_gpus,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from finetune import hub_access
-from finetune import model as models
+from finetune.data.sources import Source, identity, read
 from finetune.errors import InputError
-from finetune.plan.model_config import read_config
-from finetune.sources import Source, identity, read
+from finetune.models import loading as models
+from finetune.planner.model_config import read_config
 
 COMMIT = "0" * 40
 ANSWERS: dict[str, tuple[int, dict[str, str]]] = {

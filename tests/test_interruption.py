@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import scenarios
 
-from finetune import strategy as strategies
+from finetune import distributed
 from recipes import sft
 
-ALONE = strategies.Strategy("single", 0, 1, 1, "no", True)
+ALONE = distributed.Strategy("single", 0, 1, 1, "no", True)
 STUCK = """
     import ctypes
-    from finetune import strategy as strategies
-    with strategies.Interruption(strategies.Strategy("single", 0, 1, 1, "no", True)) as interruption:
+    from finetune import distributed
+    with distributed.Interruption(distributed.Strategy("single", 0, 1, 1, "no", True)) as interruption:
         interruption.take_signals()
         print("ready", flush=True)
         mutex = ctypes.create_string_buffer(64)
@@ -31,7 +31,7 @@ STUCK = """
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(number: signal.Signals):
     before = signal.getsignal(number)
-    with strategies.Interruption(ALONE) as interruption:
+    with distributed.Interruption(ALONE) as interruption:
         assert signal.getsignal(number) == before
         interruption.take_signals()
         assert interruption.agree(interruption.asked) == [0]
@@ -40,11 +40,11 @@ def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(num
         assert interruption.agree(interruption.asked) == [number]
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(-1) == -1
-    assert strategies.name_of(number) == number.name
+    assert distributed.name_of(number) == number.name
 
 
 def test_signals_of_the_terminal_and_of_the_launcher_are_one():
-    with strategies.Interruption(ALONE) as interruption:
+    with distributed.Interruption(ALONE) as interruption:
         interruption.take_signals()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: interruption.asked)
@@ -56,9 +56,9 @@ def test_signals_of_the_terminal_and_of_the_launcher_are_one():
 def test_second_interrupt_of_a_notebook_raises_keyboard_interrupt_and_spares_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("finetune.strategy.interruption.SAME_SECONDS", 0.1)
+    monkeypatch.setattr("finetune.distributed.interruption.SAME_SECONDS", 0.1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with strategies.Interruption(ALONE) as interruption:
+    with distributed.Interruption(ALONE) as interruption:
         interruption.take_signals()
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: interruption.asked)
@@ -99,7 +99,7 @@ def test_second_signal_ends_a_process_that_is_stuck_in_a_collective(tmp_path: Pa
 
 
 def test_warning_before_the_end_does_not_make_the_end_a_second_signal():
-    with strategies.Interruption(ALONE) as interruption:
+    with distributed.Interruption(ALONE) as interruption:
         interruption.take_signals()
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: interruption.asked)
@@ -119,8 +119,8 @@ def agree_on_a_signal_to_the_last() -> dict:
     from accelerate import PartialState
 
     PartialState(backend="gloo")
-    strategy = strategies.asked_for()
-    with strategies.Interruption(strategy) as interruption:
+    strategy = distributed.Strategy.from_environment()
+    with distributed.Interruption(strategy) as interruption:
         interruption.take_signals()
         if strategy.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)

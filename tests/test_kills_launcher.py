@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import scenarios
 
-from finetune.command_line import parse
+from finetune.config.command_line import parse
 from recipes.sft import Config
 
 ROOT = Path(__file__).parent.parent
@@ -18,8 +18,8 @@ DYING = """
 import os, signal, sys
 from pathlib import Path
 
-from finetune import batches
-from finetune.command_line import run
+from finetune.data import batches
+from finetune.run.entry import run
 from recipes.sft import Config, main
 
 marker, dies_in = Path(sys.argv.pop(1)), int(sys.argv.pop(1))

@@ -10,8 +10,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from parity import LAUNCHES
 
-from finetune.command_line import parse
-from finetune.compatibility import Cell, refusal
+from finetune.config.command_line import parse
+from finetune.config.compatibility import Cell, refusal
 from recipes.sft import Config
 
 ROOT = Path(__file__).parent.parent
@@ -83,39 +83,68 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-# from the lowest; a module imports from its own line and from those above it
-LAYERS_FROM_THE_LOWEST = """
-loss schedule row_order flops errors start_up cores config randomness rounding packing compatibility hardware shipped \
-hub_access durations
-sources formats messages rendering chat template_process encoding pipeline cache preparation rows batches data \
-streaming weight_files weights model data_checks attention packing_support optimizer eight_bit adapter quantization
-strategy evaluation metrics output output_folder progress checkpoint
-command_line cli demo_model merge adapted_model adapter_source comparison data_report plan dry_run
-"""
-LAYERS = [set(line.split()) for line in LAYERS_FROM_THE_LOWEST.strip().splitlines()]
+ROOMS = (
+    "config hardware data models optim distributed training output checkpoint trace planner run export cli"
+).split()
+"""From the lowest: a room imports from those before it. Below them all are the modules outside of any room."""
 
 
-def test_imports_of_the_library_go_one_way():
-    names = {path.relative_to(ROOT / "finetune").parts[0].removesuffix(".py") for path in LIBRARY} - {"__init__"}
-    assert names == set().union(*LAYERS)
-    level = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+def room_of(path: Path) -> int:
+    parts = path.relative_to(ROOT / "finetune").parts
+    return 1 + ROOMS.index(parts[0]) if len(parts) > 1 else 0
+
+
+def test_every_room_says_what_is_in_it():
+    assert {path.name for path in (ROOT / "finetune").iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+    for room in ROOMS:
+        folder = ROOT / "finetune" / room
+        documented = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert documented
+        inside = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+        missing = {name for name in inside - {"__init__", "__main__"} if f"``{name}``" not in documented}
+        assert not missing, f"finetune/{room}/__init__.py says nothing of {missing}"
+
+
+def test_a_room_imports_only_from_rooms_below_it():
+    modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in LIBRARY}
     checked = 0
     for path in LIBRARY:
-        module = path.relative_to(ROOT / "finetune").parts[0].removesuffix(".py")
         for name in imports(path):
             assert not name.startswith("recipes"), f"{path} imports a recipe"
-            parts = name.split(".")
-            if parts[0] == "finetune" and len(parts) > 1 and parts[1] in level and parts[1] != module:
+            imported = modules.get(name, modules.get(f"{name}.__init__"))
+            if imported is None or imported == ROOT / "finetune" / "__init__.py":
+                continue
+            if room_of(imported) != room_of(path) or path.relative_to(ROOT / "finetune").parts[0] not in ROOMS:
                 checked += 1
-                assert level[parts[1]] <= level[module], f"{path} imports {parts[1]}, which is above it"
-    assert checked > 10
+                assert room_of(imported) < room_of(path) or room_of(path) == 0 == room_of(imported), f"{path}: {name}"
+    assert checked > 100
 
 
-@pytest.mark.parametrize("module", sorted(LAYERS[0]))
-def test_pure_modules_import_no_accelerate_and_no_transformers(module: str):
-    assert not {"accelerate", "transformers", "deepspeed"} & {
-        name.split(".")[0] for name in imports(ROOT / "finetune" / f"{module}.py")
-    }
+def test_a_basename_means_one_thing():
+    names = [path.stem for path in LIBRARY if not path.stem.startswith("__")]
+    assert sorted(names) == sorted(set(names))
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 400, 100
+
+
+def test_files_and_functions_are_short_enough_to_be_read():
+    files = [*LIBRARY, *RECIPES, *(ROOT / "benchmarks").glob("*.py")]
+    for path in files:
+        text = path.read_text()
+        assert len(text.splitlines()) <= LONGEST_FILE, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < LONGEST_FUNCTION, f"{path}: {node.name}"
+
+
+PURE = [path for path in LIBRARY if room_of(path) <= 1 + ROOMS.index("hardware")]
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
+def test_lowest_rooms_import_no_torch_and_no_transformers(path: Path):
+    assert not {"torch", "accelerate", "transformers", "deepspeed"} & {name.split(".")[0] for name in imports(path)}
 
 
 STRATEGY_NAMES = re.compile(r"\b(ddp|fsdp\d?|hsdp|deepspeed|zero[123]|DistributedDataParallel)", re.IGNORECASE)
@@ -132,8 +161,8 @@ def code_tokens(path: Path) -> list[str]:
 
 
 def test_strategies_are_named_in_one_place_only():
-    own = ROOT / "finetune" / "strategy"
-    tables = [ROOT / "finetune" / "compatibility.py", ROOT / "finetune" / "plan" / "placement.py"]  # of what each does
+    own = ROOT / "finetune" / "distributed"
+    tables = [ROOT / "finetune" / name for name in ("config/compatibility.py", "trace/placement.py")]  # what each does
     others = [path for path in [*LIBRARY, *RECIPES] if own not in path.parents and path not in tables]
     assert len(others) >= 12
     allowed = {"deepspeed"}  # the package's version in run.yaml

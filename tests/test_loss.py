@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from finetune.loss import IGNORED, token_loss_sum
+from finetune.data.collation import IGNORED
+from finetune.training.loss import token_loss_sum
 
 
 def logits_and_labels(seed: int = 0, rows: int = 3, positions: int = 7, vocabulary: int = 11):

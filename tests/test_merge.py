@@ -16,12 +16,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from finetune import adapted_model, cli, comparison, quantization
-from finetune import merge as merging
+from finetune.cli import commands
+from finetune.data.encoding_workers import Settings
+from finetune.data.sources import Source
 from finetune.errors import InputError, RunStopped
-from finetune.merge import merge
-from finetune.pipeline import Settings
-from finetune.sources import Source
+from finetune.export import adapted_model, comparison
+from finetune.export import merge as merging
+from finetune.export.merge import merge
+from finetune.models import quantization
 from recipes import sft
 
 VARIANTS: dict[str, dict[str, bool]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
@@ -686,12 +688,12 @@ def output(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 
 def test_command_prints_a_table_within_80_columns_or_json(lora: Path, tmp_path: Path, output: Callable[[], str]):
-    assert cli.main(["merge", str(lora), "--output", str(tmp_path / "a"), "--dtype", "fp32"]) == 0
+    assert commands.main(["merge", str(lora), "--output", str(tmp_path / "a"), "--dtype", "fp32"]) == 0
     lines = output().splitlines()
     assert lines[0] == f"The merged model lies in {tmp_path / 'a'}"
     assert max(len(line) for line in lines[1:]) <= 80
     assert "mean KL divergence, nats per token" in "\n".join(lines)
-    assert cli.main(["merge", str(lora), "--output", str(tmp_path / "b"), "--json"]) == 0
+    assert commands.main(["merge", str(lora), "--output", str(tmp_path / "b"), "--json"]) == 0
     result = json.loads(output())
     assert result["dtype"] == "bf16"
     assert set(result["difference"]) == {"tokens", "largest_logit", "mean_logit", "mean_kl", "agreement"}
@@ -700,10 +702,10 @@ def test_command_prints_a_table_within_80_columns_or_json(lora: Path, tmp_path: 
 def test_command_ends_with_2_for_wrong_input_and_with_1_for_a_wrong_merge(
     lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert cli.main(["merge", str(tmp_path / "no"), "--output", str(tmp_path / "merged")]) == 2
+    assert commands.main(["merge", str(tmp_path / "no"), "--output", str(tmp_path / "merged")]) == 2
     assert capsys.readouterr().err.startswith("error: There is no folder")
     monkeypatch.setattr(merging, "LARGEST_KL", 0.0)
-    assert cli.main(["merge", str(lora), "--output", str(tmp_path / "merged")]) == 1
+    assert commands.main(["merge", str(lora), "--output", str(tmp_path / "merged")]) == 1
     assert "error: The merged model is not the adapted one" in capsys.readouterr().err
     assert_nothing_left(tmp_path / "merged")
 

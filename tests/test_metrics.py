@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune.metrics import Meter
+from finetune.training.meter import Meter
 
 
 def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():

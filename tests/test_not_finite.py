@@ -10,10 +10,11 @@ import scenarios
 import torch
 from safetensors.torch import load_file
 
+from finetune import distributed
+from finetune.data.sampler import global_batch
 from finetune.errors import RunStopped
-from finetune.row_order import global_batch
-from finetune.strategy.step import scaled
-from recipes import sft
+from finetune.training import loss
+from finetune.training.step import scaled
 
 LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
 ROWS = 8
@@ -31,19 +32,19 @@ def with_gradients_of_nan(loss: torch.Tensor) -> torch.Tensor:
 
 def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: set[int], config: Any) -> dict[str, Any]:
     """Run the recipe; the losses of these calls are spoiled, on the last process only. The rehearsal is call 0."""
-    original, calls = sft.token_loss_sum, iter(range(10**6))
-    strategy = sft.strategies.asked_for()
+    original, calls = loss.token_loss_sum, iter(range(10**6))
+    strategy = distributed.Strategy.from_environment()
     is_last = strategy.rank == strategy.world_size - 1
 
     def spoiled(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
         loss = original(logits, next_tokens)
         return spoil(loss) if next(calls) in calls_to_spoil and is_last else loss
 
-    sft.token_loss_sum = spoiled
+    loss.token_loss_sum = spoiled
     try:
         return scenarios.train(config)
     finally:
-        sft.token_loss_sum = original
+        loss.token_loss_sum = original
 
 
 @pytest.mark.parametrize("spoil", [infinite_with_finite_gradients, with_gradients_of_nan])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_parameter_names
 
-from finetune import optimizer as optimizers
-from finetune.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically, state_of
+from finetune.optim import optimizer as optimizers
+from finetune.optim.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically, state_of
 
 
 def build(model, **changes):

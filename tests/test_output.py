@@ -10,8 +10,8 @@ import yaml
 from scenarios import configuration, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import output_folder
 from finetune.errors import InputError
+from finetune.output import output_folder
 from recipes.sft import main
 
 
@@ -55,7 +55,7 @@ def test_run_yaml_tells_configuration_strategy_versions_hardware_data_and_commit
 
 
 def test_final_loads_with_transformers_and_gives_the_held_out_loss_of_the_run(run: Path, held_out: Path):
-    from finetune.loss import token_loss_sum
+    from finetune.training.loss import token_loss_sum
 
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(run / "final")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import scenarios
 
-from finetune import output_folder
 from finetune.errors import InputError
+from finetune.output import output_folder
 from recipes import sft
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.packing import Packs, efficiency, pack
+from finetune.data.packing import Packs, efficiency, pack
 
 
 @st.composite

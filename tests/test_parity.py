@@ -26,8 +26,8 @@ from parity import (
 )
 from safetensors.torch import load_file
 
-from finetune.output import environment
-from finetune.strategy import deepspeed_ops
+from finetune.distributed import deepspeed_ops
+from finetune.output.run_files import environment
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "parity.json"
 EXPECTED_COMPARISONS = ((len(LAUNCHES) + 1) * len(OPTIMIZERS) - 1) * 6 + len(LAUNCHES)

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.command_line import parse
-from finetune.compatibility import STRATEGIES, Cell, refusal
+from finetune.config.command_line import parse
+from finetune.config.compatibility import STRATEGIES, Cell, refusal
 from finetune.errors import InputError
-from finetune.hardware import parse_gpus
-from finetune.plan import candidates as module_of_candidates
-from finetune.plan.candidates import SAME_SPEED, candidates, why_not
-from finetune.plan.choose import plan
-from finetune.plan.command import in_lines, launch_command
-from finetune.plan.memory import StepMemory, needed_bytes, step_memory
-from finetune.plan.nearest import nearest_that_fits
-from finetune.plan.placement import placement_of, world_sizes_problem
-from finetune.plan.question import METHODS, Question
-from finetune.plan.rows import Need, Row, judged, verdict
-from finetune.plan.setting import Setting
-from finetune.plan.shape import shape_of
-from finetune.plan.speed import step_time
-from finetune.plan.tape import KINDS
+from finetune.hardware.cards import parse_gpus
+from finetune.planner import candidates as module_of_candidates
+from finetune.planner.candidates import SAME_SPEED, candidates, why_not
+from finetune.planner.choose import plan
+from finetune.planner.judged_rows import Need, Row, judged, verdict
+from finetune.planner.launch_command import in_lines, launch_command
+from finetune.planner.nearest import nearest_that_fits
+from finetune.planner.peak_memory import StepMemory, needed_bytes, step_memory
+from finetune.planner.question import METHODS, Question
+from finetune.planner.shape import shape_of
+from finetune.planner.speed import step_time
+from finetune.planner.tape import KINDS
+from finetune.trace.placement import placement_of, world_sizes_problem
+from finetune.trace.setting import Setting
 from recipes.sft import Config
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune import cli
+from finetune.cli import commands
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
@@ -40,6 +40,6 @@ def test_configuration_fits_the_gpus_that_it_names(
     model = yaml.safe_load(Path(path).read_text())["model"]["path"]
     published = CONFIGS[model.split("/")[1].lower().replace("-instruct", "")]["config"]
     (tmp_path / "config.json").write_text(json.dumps(published))
-    assert cli.main([*words, "--model", str(tmp_path), "--json"]) == 0
+    assert commands.main([*words, "--model", str(tmp_path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [row["verdict"] for row in answer["rows"]] == ["fits"]

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from tracing import begun
 
-from finetune import optimizer
-from finetune.dry_run.step import dry_run
-from finetune.dry_run.trace import Trace
-from finetune.plan import build, linear, operations, optimizer_state, zero
-from finetune.plan.decoder import Decoder
-from finetune.plan.memory import CUBLAS_BYTES, step_memory
-from finetune.plan.setting import Setting
-from finetune.plan.shape import shape_of
-from finetune.plan.sharded_units import ShardedUnit
-from finetune.plan.tape import Tensor
-from finetune.strategy.setup import REDUCE_BUCKET_ELEMENTS
+from finetune.distributed.setup import REDUCE_BUCKET_ELEMENTS
+from finetune.optim import optimizer
+from finetune.planner import build, linear, operations, optimizer_state, zero
+from finetune.planner.decoder import Decoder
+from finetune.planner.peak_memory import CUBLAS_BYTES, step_memory
+from finetune.planner.shape import shape_of
+from finetune.planner.sharded_units import ShardedUnit
+from finetune.planner.tape import Tensor
+from finetune.trace.dry_run import dry_run
+from finetune.trace.findings import Trace
+from finetune.trace.setting import Setting
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {},

@@ -11,10 +11,10 @@ import pytest
 import scenarios
 import yaml
 
-from finetune import strategy as strategies
+from finetune import distributed
 from finetune.errors import InputError
-from finetune.hardware import Machines, parse_gpus
-from finetune.plan import RunPlan, Setting, plan_run
+from finetune.hardware.cards import Machines, parse_gpus
+from finetune.planner import RunPlan, Setting, plan_run
 from recipes import sft
 
 LLAMA_8B: dict[str, Any] = {
@@ -156,7 +156,7 @@ def tiny_gpu(memory_gib: float) -> Machines:
 def test_run_that_cannot_fit_is_refused_before_weights_load_and_starts_without_the_check(
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    monkeypatch.setattr(strategies, "machines_of", lambda strategy: tiny_gpu(0.01))
+    monkeypatch.setattr(distributed, "machines_of", lambda strategy: tiny_gpu(0.01))
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1)
     with mock.patch.object(sft.models, "load_model") as load, pytest.raises(InputError, match="This run would take"):
         sft.main(config)

@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import InputError
-from finetune.hardware import parse_gpus
-from finetune.plan.paper import Question, cluster_of, explain, show
-from finetune.plan.paper import prediction as predictions
-from finetune.plan.paper.cluster import ASSUMED, Cluster
-from finetune.plan.paper.layer import (
+from finetune.hardware.cards import parse_gpus
+from finetune.planner.paper import Question, cluster_of, explain, show
+from finetune.planner.paper import prediction as predictions
+from finetune.planner.paper.cluster import ASSUMED, Cluster
+from finetune.planner.paper.layout import Job, Layout, layouts, why_not
+from finetune.planner.paper.layout_layer import (
     attended_tokens,
     kept_bytes_per_token,
     layer_seconds,
     met_matrix_elements,
     wave_efficiency,
 )
-from finetune.plan.paper.layout import Job, Layout, layouts, why_not
-from finetune.plan.paper.memory import layer_count, state_bytes
-from finetune.plan.paper.offload import offloads
-from finetune.plan.paper.prediction import Prediction, model_flops_per_token, predict
-from finetune.plan.paper.ranking import Ranking, rank, row_lengths
-from finetune.plan.paper.traffic import link
-from finetune.plan.shape import Linear, ModelShape, shape_of
+from finetune.planner.paper.layout_memory import layer_count, state_bytes
+from finetune.planner.paper.offload import offloads
+from finetune.planner.paper.prediction import Prediction, model_flops_per_token, predict
+from finetune.planner.paper.ranking import Ranking, rank, row_lengths
+from finetune.planner.paper.traffic import link
+from finetune.planner.shape import Linear, ModelShape, shape_of
 
 PUBLISHED: dict[str, Any] = {
     name: entry["config"]
@@ -306,6 +306,8 @@ def test_explanation_names_the_choice_and_what_the_others_lose_by():
 
 
 def test_nothing_heavy_is_imported():
-    code = "import finetune.plan.paper, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    code = (
+        "import finetune.planner.paper, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"

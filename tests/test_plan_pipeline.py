@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import InputError
-from finetune.plan.pipeline import (
+from finetune.planner.pipeline_schedule import (
     Part,
     Stage,
     bubble_share,

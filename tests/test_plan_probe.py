@@ -9,11 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from finetune.dry_run.probe import probe_in_child
 from finetune.errors import InputError
-from finetune.hardware import Machines, parse_gpus
-from finetune.plan import probed as probing
-from finetune.plan.calibration import (
+from finetune.hardware.cards import Machines, parse_gpus
+from finetune.planner import probed as probing
+from finetune.planner.calibration import (
     ROOM,
     Calibration,
     MemoryLine,
@@ -24,13 +23,14 @@ from finetune.plan.calibration import (
     probe_settings,
     slowed,
 )
-from finetune.plan.memory import needed_bytes, step_memory
-from finetune.plan.question import question_about
-from finetune.plan.rates import RATES
-from finetune.plan.rows import judged
-from finetune.plan.setting import Setting
-from finetune.plan.shape import shape_of
-from finetune.plan.speed import Parts, step_time
+from finetune.planner.judged_rows import judged
+from finetune.planner.peak_memory import needed_bytes, step_memory
+from finetune.planner.question import question_about
+from finetune.planner.rates import RATES
+from finetune.planner.shape import shape_of
+from finetune.planner.speed import Parts, step_time
+from finetune.trace.probe import probe_in_child
+from finetune.trace.setting import Setting
 
 CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 SHAPE = shape_of(CONFIGS["llama-3.2-1b"]["config"])

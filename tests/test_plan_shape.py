@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune import adapter as adapters
-from finetune import model as models
 from finetune.errors import InputError
-from finetune.plan.families import COMMON, FAMILIES, SIZES_OF_NESTED
-from finetune.plan.model_config import read_config
-from finetune.plan.setting import Setting
-from finetune.plan.shape import AdapterParameters, ModelShape, adapter_parameters, shape_of, trained_parameters
+from finetune.models import adapter as adapters
+from finetune.models import loading as models
+from finetune.planner.families import COMMON, FAMILIES, SIZES_OF_NESTED
+from finetune.planner.model_config import read_config
+from finetune.planner.shape import AdapterParameters, ModelShape, adapter_parameters, shape_of, trained_parameters
+from finetune.trace.setting import Setting
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 SMALL: dict[str, Any] = {
@@ -217,7 +217,7 @@ def test_any_llama_has_as_many_parameters_as_transformers_makes(
 
 
 def trained_on_meta(config: dict[str, Any], kind: str, rank: int, targets: Any, saved: list[str]) -> AdapterParameters:
-    """What is trained of the model that finetune.adapter attaches an adapter to, by PEFT's names."""
+    """What is trained of the model that finetune.models.adapter attaches an adapter to, by PEFT's names."""
     model = on_meta(config)
     adapters.attach(
         model,
@@ -409,7 +409,7 @@ def test_a_config_of_the_hub_is_read_from_its_cache_without_a_connection(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots" / commit / "config.json").write_text('{"model_type": "llama"}')
-    program = "from finetune.plan.model_config import read_config; print(read_config('owner/name'))"
+    program = "from finetune.planner.model_config import read_config; print(read_config('owner/name'))"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -448,7 +448,7 @@ def test_a_file_that_is_no_configuration_is_told_in_a_sentence(tmp_path: Path, t
 
 def test_a_shape_is_told_without_importing_torch_or_transformers():
     program = (
-        "import sys; from finetune.plan.shape import shape_of; from finetune.plan.model_config import "
+        "import sys; from finetune.planner.shape import shape_of; from finetune.planner.model_config import "
         "read_config; assert not {'torch', 'transformers', 'accelerate', 'peft'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,9 +10,9 @@ import scenarios
 import tiny
 import torch
 
-from finetune.plan.placement import placement_of
-from finetune.plan.shards import row_shard_elements
-from finetune.plan.zero import zero_bytes
+from finetune.planner.shards import row_shard_elements
+from finetune.planner.zero import zero_bytes
+from finetune.trace.placement import placement_of
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import adapter as adapters
-from finetune import model as models
-from finetune.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, refusal
-from finetune.compatibility import STRATEGIES as EVERY_STRATEGY
+from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, refusal
+from finetune.config.compatibility import STRATEGIES as EVERY_STRATEGY
 from finetune.errors import InputError
-from finetune.hardware import known_gpus, parse_gpus
-from finetune.plan.communication import transfers
-from finetune.plan.placement import placement_of, world_sizes_problem
-from finetune.plan.rates import RATES
-from finetune.plan.setting import Setting
-from finetune.plan.shape import ModelShape, shape_of
-from finetune.plan.speed import StepTime, step_time
-from finetune.plan.work import work_of
+from finetune.hardware.cards import known_gpus, parse_gpus
+from finetune.models import adapter as adapters
+from finetune.models import loading as models
+from finetune.planner.communication import transfers
+from finetune.planner.rates import RATES
+from finetune.planner.shape import ModelShape, shape_of
+from finetune.planner.speed import StepTime, step_time
+from finetune.planner.work import work_of
+from finetune.trace.placement import placement_of, world_sizes_problem
+from finetune.trace.setting import Setting
 
 SMALL = {
     "model_type": "llama",

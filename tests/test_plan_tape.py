@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from finetune.dry_run.building import build as build_model
-from finetune.loss import token_loss_sum
-from finetune.plan import build as build_module
-from finetune.plan import decoder
-from finetune.plan.build import Built, build
-from finetune.plan.families import FAMILIES
-from finetune.plan.memory import numerics_of, step_memory
-from finetune.plan.operations import Operations
-from finetune.plan.placement import placement_of
-from finetune.plan.setting import Setting
-from finetune.plan.shape import shape_of
-from finetune.plan.tape import Memory, Node, Parameter, Storage, Tensor, leaf, run_backward
+from finetune.planner import build as build_module
+from finetune.planner import decoder
+from finetune.planner.build import Built, build
+from finetune.planner.families import FAMILIES
+from finetune.planner.operations import Operations
+from finetune.planner.peak_memory import numerics_of, step_memory
+from finetune.planner.shape import shape_of
+from finetune.planner.tape import Memory, Node, Parameter, Storage, Tensor, leaf, run_backward
+from finetune.trace.building import build as build_model
+from finetune.trace.placement import placement_of
+from finetune.trace.setting import Setting
+from finetune.training.loss import token_loss_sum
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

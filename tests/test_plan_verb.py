@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune import __version__, cli
-from finetune.command_line import parse
-from finetune.compatibility import STRATEGIES
-from finetune.dry_run.trace import Moment, Trace
-from finetune.plan import traced
-from finetune.plan.setting import Setting
-from finetune.plan.tape import KINDS
+from finetune import __version__
+from finetune.cli import commands
+from finetune.config.command_line import parse
+from finetune.config.compatibility import STRATEGIES
+from finetune.planner import traced
+from finetune.planner.tape import KINDS
+from finetune.trace.findings import Moment, Trace
+from finetune.trace.setting import Setting
 from recipes.sft import Config
 
 CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
@@ -37,7 +38,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
 
 
 def run(*arguments: str) -> int:
-    return cli.main(["plan", *arguments])
+    return commands.main(["plan", *arguments])
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -349,9 +350,9 @@ def test_closed_form_imports_nothing_slow(what: str, model: str):
     words = ["--help"] if what == "help" else ["--model", model, "--gpus", "8xH100", "--method", "full"]
     code = f"""
 import sys
-from finetune import cli
+from finetune.cli import commands
 try:
-    cli.main(["plan", *{words!r}])
+    commands.main(["plan", *{words!r}])
 except SystemExit:
     pass
 print(sorted(set({SLOW!r}) & set(sys.modules)), file=sys.stderr)

@@ -8,8 +8,8 @@ import pytest
 import scenarios
 import tiny
 
-from finetune.plan.zero import PERSISTENT_ELEMENTS, ZeroBytes, flat_shares, tensor_shares, zero_bytes
-from finetune.plan.zero_gather import Gathered, gathered
+from finetune.planner.zero import PERSISTENT_ELEMENTS, ZeroBytes, flat_shares, tensor_shares, zero_bytes
+from finetune.planner.zero_gather import Gathered, gathered
 
 SMALL = 2000
 """Bytes of input, labels, losses and counters."""

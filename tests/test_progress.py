@@ -2,8 +2,8 @@
 
 import pytest
 
-from finetune.durations import spoken
-from finetune.progress import Screen
+from finetune.run.screen import Screen
+from finetune.units import spoken
 
 METRICS = {"loss": 1.25, "tokens_per_second": 1234.5, "grad_norm": 0.5, "step_seconds": 2.0}
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from finetune.row_order import global_batch
+from finetune.data.sampler import global_batch
 from recipes.sft import main
 
 BATCH, MICRO_BATCH = 8, 2

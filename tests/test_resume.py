@@ -16,7 +16,7 @@ from parity import FP32_TOLERANCE, assert_parity, assert_really_active, differen
 from safetensors.torch import load_file
 
 from benchmarks.resume_table import RESULTS
-from finetune.output import environment
+from finetune.output.run_files import environment
 
 HALF = 10
 LAUNCHES = [

@@ -14,10 +14,11 @@ import scenarios
 import tiny
 from safetensors.torch import load_file, save_file
 
-from finetune import checkpoint, output
-from finetune import strategy as strategies
+from finetune import checkpoint, distributed
 from finetune.errors import InputError, RunStopped
-from finetune.output import finished_steps
+from finetune.output import run_files
+from finetune.output.run_files import finished_steps
+from finetune.training import loss
 from recipes import sft
 
 EVERY = {"checkpoint__every": 2, "checkpoint__keep": 3, "train__steps": 6, "train__overwrite": False}
@@ -268,13 +269,13 @@ def test_result_of_the_run_that_was_replaced_does_not_finish_the_new_one(
     settings = {"adapter__type": "lora", **EVERY, "train__seed": 7}
     config = scenarios.configuration(model_folder, conversations, folder, **settings, train__max_bad_steps=1)
     config = config.model_copy(update={"train": config.train.model_copy(update={"overwrite": True})})
-    original, calls = sft.token_loss_sum, iter(range(1000))
-    sft.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 30 else float("nan"))
+    original, calls = loss.token_loss_sum, iter(range(1000))
+    loss.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 30 else float("nan"))
     try:
         with pytest.raises(RunStopped, match=r"goes on after step 2"):
             sft.main(config)
     finally:
-        sft.token_loss_sum = original
+        loss.token_loss_sum = original
     assert steps_saved(folder) == ["step-00000002"]
     assert finished_steps(folder) == 0
     sft.main(scenarios.configuration(model_folder, conversations, folder, **{**AUTO, **settings}))
@@ -300,11 +301,11 @@ def test_checkpoint_before_the_first_optimizer_step_can_be_resumed(
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     changes = {**EVERY, "checkpoint__every": 1, "train__max_bad_steps": 2, "train__micro_batch_size": 8}
-    original = sft.token_loss_sum
+    original = loss.token_loss_sum
 
     def spoil(factors: list[float]) -> None:
         left = iter(factors)
-        monkeypatch.setattr(sft, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
+        monkeypatch.setattr(loss, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
 
     spoil([1, float("nan"), float("nan")])
     with pytest.raises(RunStopped, match="goes on after step 1"):
@@ -364,7 +365,7 @@ def test_base_with_other_weights_or_another_configuration_is_another_model(weigh
 
 
 def test_adapter_is_not_resumed_in_another_precision(resume, monkeypatch: pytest.MonkeyPatch, no_weights: None):
-    before = strategies.asked_for().mixed_precision
+    before = distributed.Strategy.from_environment().mixed_precision
     after = "no" if before == "bf16" else "bf16"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", after)
     with pytest.raises(InputError, match=f"mixed precision {before}.* launch with --mixed_precision {before}"):
@@ -396,7 +397,7 @@ def test_link_in_the_place_of_an_earlier_result_is_left_aside(
 
 
 def test_lines_wait_while_their_folder_is_gone(tmp_path: Path):
-    journal, path = output.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
+    journal, path = run_files.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
     (problem,) = journal.append(["1"])
     assert "cannot be written (No such file or directory); its lines wait" in problem
     assert journal.append(["2"]) == []
@@ -424,7 +425,7 @@ def fill(disk: Path) -> None:
 
 
 def test_lines_are_added_whole_or_wait_while_a_disk_is_full(small_disk: Path):
-    journal, path = output.Journal(small_disk / "lines.jsonl"), small_disk / "lines.jsonl"
+    journal, path = run_files.Journal(small_disk / "lines.jsonl"), small_disk / "lines.jsonl"
     assert journal.append(["0" * 100]) == []
     fill(small_disk)
     (problem,) = journal.append(["1" * 20_000])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from finetune.schedule import learning_rate
+from finetune.optim.schedule import learning_rate
 
 SCHEDULES = ("constant", "linear", "cosine")
 

@@ -10,11 +10,12 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from finetune import compatibility, quantization
-from finetune import model as models
+from finetune.config import compatibility
+from finetune.distributed import Strategy, loading_device
+from finetune.distributed.sharding import Sharding
 from finetune.errors import InputError
-from finetune.strategy import Strategy, loading_device
-from finetune.strategy.sharding import Sharding
+from finetune.models import loading as models
+from finetune.models import quantization
 from recipes import sft
 
 QLORA = {"adapter__type": "lora", "adapter__rank": 8, "quantization__bits": 4, "train__steps": 1}

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from finetune.data.sources import Record, Rejected, Source, identity, problems, read
+from finetune.data.sources.byte_stream import numbered_lines
+from finetune.data.sources.text_files import TEXT_BLOCK
 from finetune.errors import InputError
-from finetune.sources import Record, Rejected, Source, identity, problems, read
-from finetune.sources.byte_stream import numbered_lines
-from finetune.sources.text_files import TEXT_BLOCK
 
 ROWS = [{"text": "日本 🌲", "n": 1}, {"text": 'a "quoted", cell', "n": 2}, {"text": "", "n": 3}]
 
@@ -349,7 +349,7 @@ def test_identity_changes_with_the_content_of_a_file(tmp_path: Path):
 
 @pytest.fixture
 def with_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.sources.hub.refuse_without_access", lambda *_, **__: None)
+    monkeypatch.setattr("finetune.data.sources.hub.refuse_without_access", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("with_access")

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from finetune import adapter as adapters
-from finetune import model as models
-from finetune import strategy as strategies
-from finetune.loss import token_loss_sum
-from finetune.optimizer import build_optimizer
+from finetune import distributed
+from finetune.models import adapter as adapters
+from finetune.models import loading as models
+from finetune.optim.optimizer import build_optimizer
+from finetune.training.loss import token_loss_sum
 
 LAUNCHES = [
     ("single", 1),
@@ -81,10 +81,10 @@ class Run:
     """A model under training, as the recipe sets it up."""
 
     def __init__(self, setting: Setting, output: Path) -> None:
-        self.strategy = strategies.asked_for()
+        self.strategy = distributed.Strategy.from_environment()
         self.offload_folder = output / "nvme_offload"
         config = models.load_config(setting.folder, revision=None, trust_remote_code=False)
-        self.accelerator = strategies.start(
+        self.accelerator = distributed.start(
             self.strategy,
             accumulation=ROWS // (MICRO_BATCH * self.strategy.world_size),
             micro_batch_size=MICRO_BATCH,
@@ -94,8 +94,8 @@ class Run:
             largest_parameter=lambda: models.largest_parameter(config, False),
             offload_folder=self.offload_folder,
         )
-        dtype = strategies.compute_dtype(self.strategy, setting.weights)
-        with strategies.loading(self.accelerator, self.strategy, whole=True, by_every_process=False):
+        dtype = distributed.compute_dtype(self.strategy, setting.weights)
+        with distributed.loading(self.accelerator, self.strategy, whole=True, by_every_process=False):
             model: Any = models.load_model(
                 setting.folder,
                 config,
@@ -132,7 +132,7 @@ class Run:
             fused=False,
             rounding_seed=self.strategy.shard,
         )
-        self.model, self.optimizer = strategies.prepare(
+        self.model, self.optimizer = distributed.prepare(
             self.accelerator, self.strategy, model, optimizer, weights=setting.weights
         )
         self.vocabulary = config.vocab_size
@@ -160,27 +160,27 @@ class Run:
             self.model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
         self.model.train()
 
-    def pieces(self) -> Iterator[strategies.Piece]:
-        return strategies.pieces(self.strategy, self.model, self.optimizer)
+    def pieces(self) -> Iterator[distributed.Piece]:
+        return distributed.pieces(self.strategy, self.model, self.optimizer)
 
     def steps(self) -> dict[str, int]:
-        return strategies.optimizer_steps(self.strategy, self.model, self.optimizer)
+        return distributed.optimizer_steps(self.strategy, self.model, self.optimizer)
 
     def whole(self) -> dict[str, torch.Tensor]:
-        return {n: v.clone().cpu() for n, v in strategies.full_parameters(self.accelerator, self.model)}
+        return {n: v.clone().cpu() for n, v in distributed.full_parameters(self.accelerator, self.model)}
 
     def working(self) -> dict[str, torch.Tensor]:
-        return {n: v.clone().cpu() for n, v in strategies.working_parameters(self.accelerator, self.model)}
+        return {n: v.clone().cpu() for n, v in distributed.working_parameters(self.accelerator, self.model)}
 
     def settle(self) -> None:
-        strategies.settle(self.model)
+        distributed.sync_compute_weights(self.model)
 
 
 @contextmanager
 def running(setting: Setting, output: Path) -> Iterator[Run]:
     run = Run(setting, output)
     yield run
-    strategies.finish(run.accelerator, run.strategy, run.offload_folder)
+    distributed.finish(run.accelerator, run.strategy, run.offload_folder)
 
 
 def save(run: Run, output: Path, name: str) -> None:
@@ -215,11 +215,11 @@ def assemble(output: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def overwrite(run: Run, whole: dict[str, torch.Tensor], steps: dict[str, int], settle: bool = True) -> None:
-    strategies.make_optimizer_state(run.model, run.optimizer)
+    distributed.make_optimizer_state(run.model, run.optimizer)
     for piece in run.pieces():
         assert whole[piece.name].dtype == piece.values.dtype
         piece.values.copy_(whole[piece.name][piece.begin : piece.begin + len(piece.values)])
-    strategies.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
+    distributed.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
     if settle:
         run.settle()
 
@@ -240,12 +240,12 @@ def train_and_save(setting: Setting, output: Path) -> dict[str, Any]:
             assert (begin, len(values)) == (piece.begin, len(piece.values))
             piece.values.copy_(values)
         assert not kept
-        strategies.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
+        distributed.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
         run.settle()
         again = [run.step(setting.steps), run.step(setting.steps + 1)]
         differing = [name for name, value in run.whole().items() if not torch.equal(value, weights[name])]
         return {
-            "name": strategies.active_name(run.model),
+            "name": distributed.active_name(run.model),
             "processes": run.accelerator.num_processes,
             "steps": steps,
             "losses": losses,
@@ -478,8 +478,8 @@ def make_state_first(setting: Setting, output: Path) -> dict[str, Any]:
         with running(setting, output) as run:
             before = run.whole()
             if made:
-                strategies.make_optimizer_state(run.model, run.optimizer)
-                strategies.make_optimizer_state(run.model, run.optimizer)  # there is none to make any more
+                distributed.make_optimizer_state(run.model, run.optimizer)
+                distributed.make_optimizer_state(run.model, run.optimizer)  # there is none to make any more
                 found["steps"] = set(run.steps().values())
                 found["changed"] = [n for n, value in run.whole().items() if not torch.equal(value, before[n])]
                 found["gradients"] = [n for n, p in run.model.named_parameters() if p.grad is not None]
@@ -525,12 +525,12 @@ def test_making_state_changes_nothing_that_training_sees(
 
 def set_unequal_steps(setting: Setting, output: Path) -> str:
     with running(setting, output) as run:
-        strategies.make_optimizer_state(run.model, run.optimizer)
+        distributed.make_optimizer_state(run.model, run.optimizer)
         steps = run.steps()
         assert len(steps) > 1
         steps[next(iter(steps))] += 1
         try:
-            strategies.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
+            distributed.set_optimizer_steps(run.strategy, run.model, run.optimizer, steps)
         except ValueError as error:
             return str(error)
         return "" if run.steps() == steps else "forgotten"
@@ -550,15 +550,15 @@ def scale_in_fp16(setting: Setting, output: Path, power: int, given: dict[str, f
 
     with fp16_on_cpu(power), running(setting, output) as run:
         if given is not None:
-            strategies.restore_loss_scale(run.accelerator, run.model, given)
-            return {"restored": strategies.loss_scale(run.accelerator, run.model)}
+            distributed.restore_loss_scale(run.accelerator, run.model, given)
+            return {"restored": distributed.loss_scale(run.accelerator, run.model)}
         for number in range(14):
             run.step(number)
-        noted = strategies.loss_scale(run.accelerator, run.model)
+        noted = distributed.loss_scale(run.accelerator, run.model)
         run.step(14)
-        after = strategies.loss_scale(run.accelerator, run.model)
-        strategies.restore_loss_scale(run.accelerator, run.model, noted)
-        restored = strategies.loss_scale(run.accelerator, run.model)
+        after = distributed.loss_scale(run.accelerator, run.model)
+        distributed.restore_loss_scale(run.accelerator, run.model, noted)
+        restored = distributed.loss_scale(run.accelerator, run.model)
         return {"noted": noted, "after": after, "restored": restored}
 
 
@@ -586,8 +586,8 @@ def test_loss_scale_is_restored_here_and_under_the_other_kind_of_scaler(
 
 def nothing_to_scale(setting: Setting, output: Path) -> Any:
     with running(setting, output) as run:
-        strategies.restore_loss_scale(run.accelerator, run.model, None)
-        return strategies.loss_scale(run.accelerator, run.model)
+        distributed.restore_loss_scale(run.accelerator, run.model, None)
+        return distributed.loss_scale(run.accelerator, run.model)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("zero2", 2)])

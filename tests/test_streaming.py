@@ -9,11 +9,11 @@ import pytest
 import scenarios
 import tiny
 
-from finetune import streaming
+from finetune.data import streaming
+from finetune.data.encoding_workers import Settings
+from finetune.data.sources import Source
+from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped
-from finetune.pipeline import Settings
-from finetune.sources import Source
-from finetune.streaming import Stream
 from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()

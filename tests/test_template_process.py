@@ -13,12 +13,12 @@ import pytest
 import tiny
 from chat_templates import TOKENIZERS, tokenizer_for
 
-from finetune import template_process
-from finetune.encoding import Encoder
+from finetune.data import template_process
+from finetune.data.encoding import Encoder
+from finetune.data.encoding_workers import RECORDS_AT_ONCE, Settings, encoded
+from finetune.data.sources import Source
+from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow, InputError, RunStopped
-from finetune.pipeline import RECORDS_AT_ONCE, Settings, encoded
-from finetune.sources import Source
-from finetune.template_process import Conversation, TemplateProcess
 
 PLAIN = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 ROW = Conversation("rows.jsonl:1", PLAIN, None, "turns")
@@ -121,7 +121,7 @@ ASKS = """
 import os, psutil
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
-from finetune.template_process import Conversation, TemplateProcess
+from finetune.data.template_process import Conversation, TemplateProcess
 
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(models.BPE()), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from finetune import model as models
-from finetune import weight_files, weights
 from finetune.errors import InputError
+from finetune.models import loading as models
+from finetune.models import weight_files, weights
 from recipes import sft
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -295,7 +295,7 @@ def test_weights_of_a_hub_model_are_taken_from_its_cache_and_must_be_safetensors
 def test_merge_refuses_a_base_or_an_adapter_with_a_nan_and_a_base_that_lacks_a_tensor(
     folder: Path, conversations: Path, tmp_path: Path
 ):
-    from finetune import adapter_source
+    from finetune.export import adapter_source
 
     changes = {"adapter__type": "lora", "train__steps": 1}
     sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune import data
-from finetune.batches import collate
-from finetune.encoding import Row
-from finetune.pipeline import Settings
-from finetune.rows import Rows
-from finetune.sources import Source
+from finetune.data import dataset
+from finetune.data.collation import collate
+from finetune.data.encoding import Row
+from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
+from finetune.data.sources import Source
 
 CHATML = (
     "{% for message in messages %}"
@@ -89,7 +89,7 @@ def write_conversations(path: Path, rows: int, seed: int = 0, longest: int = 12)
 
 def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 64, **manner: Any) -> Rows:
     """The rows of a file, as the recipe reads them by default."""
-    return data.read_rows([Source(str(path))], tokenizer, Settings(max_length), **manner)
+    return dataset.read_rows([Source(str(path))], tokenizer, Settings(max_length), **manner)
 
 
 def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:

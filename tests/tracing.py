@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from finetune.dry_run.child import trace_in_child
-from finetune.dry_run.trace import Trace
+from finetune.trace.child import trace_in_child
+from finetune.trace.findings import Trace
 
 Key = TypeVar("Key")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..cache import flush
-from ..errors import InputError
-from ..output_folder import leave_behind
-from . import manifest
+from finetune.cache import flush
+from finetune.checkpoint import manifest
+from finetune.errors import InputError
+from finetune.output.output_folder import leave_behind
 
 STEP = re.compile(r"step-([0-9]{8,})")
 PATIENCE_SECONDS = 10.0

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .manifest import OwnStretch
+from finetune.checkpoint.manifest import OwnStretch
+from finetune.units import MIB
 
 if TYPE_CHECKING:
-    from ..strategy import Piece
+    from finetune.distributed import Piece
 
-BLOCK_BYTES = 64 * 2**20
-AT_ONCE = 8 * 2**20
+BLOCK_BYTES = 64 * MIB
+AT_ONCE = 8 * MIB
 """Bytes that are handed to the writer together: how soon it can be stopped."""
 CODES = {
     torch.float64: "F64",

@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import strategy as strategies
-from ..errors import InputError
-from .folder import checkpoints_of
-from .reader import Checkpoint, newest, open_all, open_checkpoint
+from finetune import distributed
+from finetune.checkpoint.folder import checkpoints_of
+from finetune.checkpoint.reader import Checkpoint, newest, open_all, open_checkpoint
+from finetune.errors import InputError
+from finetune.units import GIB
 
 NONE_LEFT = "No checkpoint in {run} can be used; copy them again, or begin anew with --train.overwrite true."
 
@@ -33,7 +34,7 @@ def look_for(resume: str, run: Path) -> tuple[Checkpoint | None, list[str]]:
     return open_checkpoint(Path(resume)), []
 
 
-def chosen(resume: str, run: Path, strategy: strategies.Strategy, *, say: Callable[[str], None]) -> Checkpoint | None:
+def chosen(resume: str, run: Path, strategy: distributed.Strategy, *, say: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint that all processes go on from, all of whose bytes are as they were written; None to begin.
 
     Collective: the first process looks, each reads a part of the files. With ``auto``, one that is damaged is passed
@@ -54,7 +55,7 @@ def chosen(resume: str, run: Path, strategy: strategies.Strategy, *, say: Callab
             every = open_all(newest_one.path.parent)[0] if resume == "auto" else [newest_one]
             found = [str(one.path) for one in every if one.step <= newest_one.step]
     damage: list[str] = []
-    with strategies.patiently() as gather:
+    with distributed.long_timeout_gather() as gather:
         for path in json.loads(gather(json.dumps(found))[0]):
             checkpoint = open_checkpoint(Path(path))
             problems = gather(json.dumps(checkpoint.damaged(strategy.rank, strategy.world_size)))
@@ -92,7 +93,7 @@ def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str
     free, needed = shutil.disk_usage(existing).free + held, checkpoint_bytes * at_once
     if needed <= free:
         return []
-    size, room = (f"{amount / 2**30:.2f} GiB" for amount in (checkpoint_bytes, free))
+    size, room = (f"{amount / GIB:.2f} GiB" for amount in (checkpoint_bytes, free))
     return [
         f"train.output_dir: {at_once} checkpoint{'s' if at_once > 1 else ''} of {size} must fit in {run} at a time "
         f"(those of checkpoint.keep, and the one being written), and {room} are free; make room, lower "

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import InputError
+from finetune.errors import InputError
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -11,15 +11,16 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from ..errors import InputError, refuse_if_any
-from . import folder, manifest
-from .host_copy import CODES
-from .manifest import ANOTHER, Manifest, StoredTensor
+from finetune.checkpoint import folder, manifest
+from finetune.checkpoint.host_copy import CODES
+from finetune.checkpoint.manifest import ANOTHER, Manifest, StoredTensor
+from finetune.errors import InputError, refuse_if_any
+from finetune.units import MIB
 
 if TYPE_CHECKING:
-    from ..strategy import Piece
+    from finetune.distributed import Piece
 
-READ_BYTES = 16 * 2**20
+READ_BYTES = 16 * MIB
 AT_ONCE = 2**24
 """Elements that are read together."""
 LISTED = 5

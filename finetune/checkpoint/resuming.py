@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import output, output_folder
-from ..config import Checkpoint as Settings
-from ..optimizer import state_bytes_of_weight
-from ..schedule import learning_rate
-from .folder import checkpoints_of, leave_later_behind, remove_all
-from .reader import Checkpoint
+from finetune.checkpoint.folder import checkpoints_of, leave_later_behind, remove_all
+from finetune.checkpoint.reader import Checkpoint
+from finetune.config.sections import Checkpoint as Settings
+from finetune.optim.optimizer import state_bytes_of_weight
+from finetune.optim.schedule import learning_rate
+from finetune.output import output_folder, run_files
 
 SAME_RUN = {
     "train.seed": "the rows would come in another order",
@@ -119,7 +119,7 @@ def step_problems(folder: Path, checkpoint: Checkpoint | None, steps: int) -> li
     """Why a run of so many steps cannot go on: it has begun later, or ended without a checkpoint to go on from."""
     if checkpoint and checkpoint.step > steps:
         return [f"{checkpoint.path} is after step {checkpoint.step}, but the run has {steps} steps; set train.steps."]
-    if checkpoint is None and (finished := output.finished_steps(folder)) not in (0, steps):
+    if checkpoint is None and (finished := run_files.finished_steps(folder)) not in (0, steps):
         return [
             f"{folder} holds a finished run of {finished} steps and no checkpoint to go on from; name another folder, "
             "or replace that run with --train.overwrite true and --checkpoint.resume none."
@@ -212,7 +212,7 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
         if overwrite:
             remove_all(run)
         return output_folder.prepare_folder(run) + output_folder.leave_links_aside(run)
-    told = output.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
+    told = run_files.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
     told += output_folder.leave_links_aside(run)
     later = leave_later_behind(checkpoints_of(run), checkpoint.step)
     return told + [f"{path} is left behind, the run goes on without it; remove it when you like" for path in later]

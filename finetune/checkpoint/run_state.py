@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from .. import strategy as strategies
-from .reader import Checkpoint
-from .saver import Saver
+from finetune import distributed
+from finetune.checkpoint.reader import Checkpoint
+from finetune.checkpoint.saver import Saver
 
 
 def save(
     saver: Saver,
-    strategy: strategies.Strategy,
+    strategy: distributed.Strategy,
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -28,19 +28,19 @@ def save(
         run: the record in run.yaml, with the configuration.
         progress: where the run stands; its ``step`` names the checkpoint.
     """
-    strategies.make_optimizer_state(model, optimizer)  # there may have been no step yet, or none on some weights
+    distributed.make_optimizer_state(model, optimizer)  # there may have been no step yet, or none on some weights
     return saver.save(
         progress["step"],
-        strategies.pieces(strategy, model, optimizer),
-        contents={"run": run, "progress": progress, "loss_scale": strategies.loss_scale(accelerator, model)},
-        own={"optimizer_steps": strategies.optimizer_steps(strategy, model, optimizer)},
+        distributed.pieces(strategy, model, optimizer),
+        contents={"run": run, "progress": progress, "loss_scale": distributed.loss_scale(accelerator, model)},
+        own={"optimizer_steps": distributed.optimizer_steps(strategy, model, optimizer)},
         strategy=strategy.name,
     )
 
 
 def restore(
     checkpoint: Checkpoint,
-    strategy: strategies.Strategy,
+    strategy: distributed.Strategy,
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -56,12 +56,12 @@ def restore(
         InputError: if the checkpoint does not hold what this run trains.
     """
     if weights_only:
-        pieces = strategies.pieces(strategy, model, optimizer)
+        pieces = distributed.pieces(strategy, model, optimizer)
         checkpoint.fill(piece for piece in pieces if piece.name.startswith("weights/"))
     else:
-        strategies.make_optimizer_state(model, optimizer)
-        checkpoint.fill(strategies.pieces(strategy, model, optimizer))
-        strategies.set_optimizer_steps(strategy, model, optimizer, checkpoint.contents["optimizer_steps"])
-    strategies.settle(model)
+        distributed.make_optimizer_state(model, optimizer)
+        checkpoint.fill(distributed.pieces(strategy, model, optimizer))
+        distributed.set_optimizer_steps(strategy, model, optimizer, checkpoint.contents["optimizer_steps"])
+    distributed.sync_compute_weights(model)
     if checkpoint.contents["loss_scale"] is not None:
-        strategies.restore_loss_scale(accelerator, model, checkpoint.contents["loss_scale"])
+        distributed.restore_loss_scale(accelerator, model, checkpoint.contents["loss_scale"])

@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import folder
-from .host_copy import HostCopy
-from .manifest import plain
-from .writing import Task, Write, Writing, reason, write_file
+from finetune.checkpoint import folder
+from finetune.checkpoint.host_copy import HostCopy
+from finetune.checkpoint.manifest import plain
+from finetune.checkpoint.writing import Task, Write, Writing, reason, write_file
+from finetune.units import GIB
 
 if TYPE_CHECKING:
-    from ..strategy import Piece
+    from finetune.distributed import Piece
 
 SIGHT_SECONDS = 5.0
 """How long a folder may take to be seen on another machine."""
@@ -155,7 +156,7 @@ class Saver:
             folder.clear(self.folder)
             free = shutil.disk_usage(self.folder).free
             if free < self.expected_bytes:
-                return f"it takes {self.expected_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free; make room"
+                return f"it takes {self.expected_bytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free; make room"
             temporary.mkdir()
         except OSError as error:
             return reason(error)

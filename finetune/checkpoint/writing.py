@@ -15,10 +15,10 @@ from typing import Any
 
 import xxhash
 
-from ..cache import flush
-from . import folder, manifest
-from .host_copy import HostCopy
-from .manifest import Part, StoredFile
+from finetune.cache import flush
+from finetune.checkpoint import folder, manifest
+from finetune.checkpoint.host_copy import HostCopy
+from finetune.checkpoint.manifest import Part, StoredFile
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 120.0

@@ -1,0 +1,314 @@
+"""The ``finetune`` command. Each verb imports what it needs when it runs, so that ``--help`` answers at once."""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from finetune import __version__
+from finetune.errors import InputError, RunStopped
+from finetune.shipped import shipped_files
+
+FOLDERS = ("recipes", "accelerate_configs")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Name the choice that a word may have been meant for."""
+        if refused := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        super().error(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop.
+
+    It is 1 as well where the output's reader leaves before the end, as `head` does. Rich's console does the same.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end, where nobody can catch it
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still in the buffer
+        os.close(nowhere)
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = _Parser(prog="finetune", description="Fine-tune language models with Accelerate.")
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_init(verbs)
+    _add_merge(verbs)
+    _add_data(verbs)
+    _add_plan(verbs)
+    _add_checkpoint(verbs)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.verb not in ("data", "plan"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.others = others
+    try:
+        exit_code: int = options.run(options)
+    except (InputError, RunStopped) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    return exit_code
+
+
+def _add_init(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    init = verbs.add_parser("init", help="unpack recipes, strategy files and sample configurations into a folder")
+    init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
+    init.set_defaults(run=_init)
+
+
+def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    merge = verbs.add_parser("merge", help="merge an adapter into its base, to a model that needs no PEFT")
+    merge.add_argument(
+        "source", metavar="RUN_OR_ADAPTER", type=Path, help="output folder of a run, or folder of an adapter"
+    )
+    merge.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create for the model")
+    merge.add_argument("--base-model", metavar="PATH", help="folder of the base model, if it has moved")
+    merge.add_argument(
+        "--base",
+        choices=["dequantized", "original"],
+        help="weights to merge onto, where the base was quantised for training: those that the adapter was trained "
+        "against (dequantized, the default), or those before quantisation",
+    )
+    merge.add_argument(
+        "--bits", type=int, choices=[4, 8], help="bits of the quantised base, for an adapter without a run.yaml"
+    )
+    merge.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the merged model; default: bf16")
+    merge.add_argument(
+        "--text", metavar="FILE", type=Path, help="text to compare on before and after; default: the run's own data"
+    )
+    merge.add_argument("--json", action="store_true", help="print the result as JSON")
+    merge.set_defaults(run=_merge)
+
+
+def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    data = verbs.add_parser(
+        "data",
+        help="show what a run's model will see of its data: rows, masks, lengths, packing, steps",
+        usage="finetune data --config FILE [--section.key VALUE ...] [options]",
+        description="Show what the model of a run will see of its data. Takes a configuration of recipes/sft.py, and "
+        "the recipe's flags of the sections model, data and train. Loads the tokenizer, but no model. The exit code is "
+        "2 if a run would refuse the data.",
+        allow_abbrev=False,
+    )
+    data.add_argument("--rows", metavar="N", type=int, help="rows to show; default: 3, on a page 20")
+    data.add_argument("--html", metavar="FILE", type=Path, help="write a page in place of printing")
+    data.add_argument("--json", action="store_true", help="print every figure as JSON")
+    data.add_argument(
+        "--tokens-per-second",
+        metavar="N",
+        type=float,
+        help="positions that all processes compute in a second, for the time of an epoch; default: as an earlier run "
+        "with the same train.output_dir did",
+    )
+    data.set_defaults(run=_data)
+
+
+def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="say what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
+        usage="finetune plan (--config FILE | --model MODEL) --gpus GPUS [--section.key VALUE ...] [options]",
+        description="Say what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
+        "recipes/sft.py and the recipe's flags, or a model alone. Reads the model's config.json and nothing else. The "
+        "exit code is 0 if something fits, 1 if nothing does, 2 for wrong input.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("--model", metavar="MODEL", help="folder of a model, a config.json file, or an id on the hub")
+    plan.add_argument("--gpus", metavar="GPUS", help="1x4090, 8x80GB, 2x8xH100 for two machines; default: those here")
+    plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens of a row, as data.max_length")
+    plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows of a step, as train.global_batch_size")
+    plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of a packed row's documents")
+    plan.add_argument("--tokens", metavar="N", type=float, help="tokens of an epoch, for its time")
+    plan.add_argument(
+        "--method",
+        choices=["full", "lora", "qlora", "lora_8bit", "all"],
+        help="what to train; default: what the configuration says, and all for a model alone",
+    )
+    plan.add_argument("--strategy", metavar="NAME_OR_FILE", help="one strategy file; default: compare all")
+    plan.add_argument(
+        "--mixed-precision", choices=["bf16", "fp16", "no"], help="default: bf16, and fp16 on cards without it"
+    )
+    plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not looked at")
+    plan.add_argument("--disk", metavar="GIB", type=float, help="free for checkpoints; default: not looked at")
+    plan.add_argument("--all", action="store_true", help="show also what does not fit")
+    plan.add_argument("--json", action="store_true", help="print every figure as JSON")
+    plan.add_argument("--plot", metavar="FILE", type=Path, help="draw the memory over one step: FILE.png or FILE.svg")
+    plan.add_argument(
+        "--trace",
+        metavar="RANK",
+        type=int,
+        nargs="?",
+        const=0,
+        help="run the step on tensors without values beside it, in up to a minute, as process RANK (default 0)",
+    )
+    plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on the GPU that is here")
+    paper = plan.add_argument_group("parallelism on paper", "for models that outgrow what can be run here")
+    paper.add_argument("--paper", action="store_true", help="rank layouts of tensor, pipeline and other parallelism")
+    for factor in ("tensor", "pipeline", "context", "expert"):
+        paper.add_argument(f"--{factor}", metavar="N", type=int, help=f"{factor} parallel GPUs; default: compare all")
+    paper.add_argument("--virtual-stages", metavar="N", type=int, default=1, help="of each GPU of a pipeline")
+    paper.add_argument("--shard-optimizer", action="store_true", help="split the optimizer state over the replicas")
+    plan.set_defaults(run=_plan)
+
+
+def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
+    checkpoint = verbs.add_parser("checkpoint", help="list, check or export the checkpoints of a run")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    ls = actions.add_parser("ls", help="list the checkpoints of a run, also those that are not complete")
+    ls.add_argument("path", metavar="RUN", type=Path, help="output folder of a run")
+    verify = actions.add_parser(
+        "verify",
+        help="hold every file against its checksum",
+        description="Read every file and hold it against the checksum of when it was written. The exit code is 1 if "
+        "something is damaged or missing.",
+    )
+    export = actions.add_parser(
+        "export",
+        help="write the model or adapter of a checkpoint, as a run leaves it in final/",
+        description="Write what a run would leave in final/, had it ended with this checkpoint: a model for "
+        "transformers, or an adapter for PEFT.",
+    )
+    for action in (verify, export):
+        action.add_argument(
+            "path", metavar="RUN_OR_CHECKPOINT", type=Path, help="folder of a checkpoint, or output folder of a run"
+        )
+    export.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
+    for action, run in ((ls, _list_checkpoints), (verify, _verify_checkpoints), (export, _export_checkpoint)):
+        action.add_argument("--json", action="store_true", help="print the result as JSON")
+        action.set_defaults(run=run)
+
+
+def _init(options: argparse.Namespace) -> int:
+    unpack(options.folder)
+    print(
+        f"Unpacked {' and '.join(FOLDERS)} into {options.folder}. Next:\n"
+        f"  cd {options.folder}\n"
+        "  python recipes/sft.py --help\n"
+        "  accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py \\\n"
+        "    --config recipes/configs/sample.yaml --model.path YOUR_MODEL"
+    )
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from finetune.export.merge import describe, merge
+
+    result = merge(
+        options.source,
+        options.output,
+        base_model=options.base_model,
+        bits=options.bits,
+        base=options.base,
+        dtype=options.dtype,
+        text_file=options.text,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    print(json.dumps(result, indent=2) if options.json else describe(result))
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from finetune.cli.data_verb import show
+
+    return show(
+        options.others,
+        rows=options.rows,
+        html=options.html,
+        as_json=options.json,
+        tokens_per_second=options.tokens_per_second,
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from finetune.cli.plan_verb import OnPaper, Shown, show
+    from finetune.planner.written import Options
+
+    factors = OnPaper(
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        context=options.context,
+        expert=options.expert,
+        virtual_stages=options.virtual_stages,
+        shards_optimizer=options.shard_optimizer,
+    )
+    if not options.paper and factors != OnPaper():
+        raise InputError("Factors of parallelism are for --paper; add it, or leave them out.")
+    return show(
+        options.others,
+        Options(
+            gpus=options.gpus,
+            model=options.model,
+            row_tokens=options.row_tokens,
+            global_batch_size=options.global_batch_size,
+            document_tokens=options.document_tokens,
+            method=options.method,
+            strategy=options.strategy,
+            mixed_precision=options.mixed_precision,
+            tokens=options.tokens,
+            host_memory=options.host_memory,
+            disk=options.disk,
+        ),
+        Shown(
+            as_json=options.json,
+            all_rows=options.all,
+            plot=options.plot,
+            traced_rank=options.trace,
+            probes=options.probe,
+        ),
+        factors if options.paper else None,
+    )
+
+
+def _list_checkpoints(options: argparse.Namespace) -> int:
+    from finetune.cli.checkpoint_verb import ls
+
+    return ls(options.path, as_json=options.json)
+
+
+def _verify_checkpoints(options: argparse.Namespace) -> int:
+    from finetune.cli.checkpoint_verb import verify
+
+    return verify(options.path, as_json=options.json)
+
+
+def _export_checkpoint(options: argparse.Namespace) -> int:
+    from finetune.export.checkpoint_export import describe, export
+
+    result = export(options.path, options.output)
+    print(json.dumps(result, indent=2) if options.json else describe(result))
+    return 0
+
+
+def unpack(folder: Path) -> None:
+    """Copy the recipes and strategy files; a file that is there already is never touched.
+
+    Raises:
+        InputError: if something would be replaced.
+    """
+    source = shipped_files()
+    taken = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
+    if taken or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"{', '.join(taken) or folder} is there already; name another folder, nothing was written.")
+    for name in FOLDERS:
+        shutil.copytree(
+            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc")
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,265 @@
+"""The figures of a run's data: sources, tokens, packing, steps and time.
+
+Limits: records that are dropped are counted, but their lengths are not known any more; padding is that of the order of
+the run's first epoch.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.cli.data_report.lengths import LengthFigures, length_figures
+from finetune.cli.data_report.row_text import ShownRow, shown_row, spread
+from finetune.data.batches import Batches
+from finetune.data.dataset import rejected_lines, rejected_problem, shared_with
+from finetune.data.rows import Rows
+from finetune.data.sampler import epoch_order
+from finetune.data.sources import Source
+
+
+@dataclass(frozen=True)
+class SourceFigures:
+    """One entry of data.train or data.eval."""
+
+    path: str
+    purpose: str
+    """training or held-out."""
+    weight: float
+    rows: int
+    """Rows prepared of it, whether trained or held out."""
+    training_rows: int
+    """Of an epoch, as its weight says."""
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """Rows by what becomes of them; each counted once, whatever its source's weight."""
+
+    training: int
+    held_out: int
+    per_epoch: int
+    """Training rows of an epoch, as the weights say."""
+    rejected: int
+    dropped: int
+    """Rows whose trained tokens all lie behind max_length."""
+    truncated: int
+    """Training rows cut at max_length."""
+    tokens_cut: int
+    """Tokens that these lost."""
+    duplicates: int
+    """Training rows whose tokens occurred in an earlier one."""
+    shared_with_held_out: int
+    """Held-out rows whose tokens occur in a training row."""
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """Tokens of the training rows, cut at max_length."""
+
+    total: int
+    trained: int
+    per_epoch: int
+    trained_per_epoch: int
+
+
+@dataclass(frozen=True)
+class InputFigures:
+    """What the model computes, with documents packed or each in a row of its own."""
+
+    rows_per_epoch: int
+    positions_per_epoch: int
+    """Positions that all processes compute, padding included."""
+    padding: float
+    """Share of these without a token."""
+    room_used: float
+    """Share of rows x max_length that holds a token."""
+    trained_tokens_per_step: float
+    steps_per_epoch: float
+    steps: int
+    """Optimizer steps of the run."""
+    seconds_per_epoch: float | None
+    """None where no speed is known."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that is not trained."""
+
+    source: str
+    """``file:line``."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that ``finetune data`` shows; the fields are the keys of its JSON."""
+
+    sources: list[SourceFigures]
+    formats: dict[str, int]
+    """Records of each format, over all sources."""
+    rows: RowFigures
+    tokens: TokenFigures
+    max_length: int
+    lengths: LengthFigures
+    packing: bool
+    """Whether the configuration packs."""
+    unpacked: InputFigures
+    packed: InputFigures
+    global_batch_size: int
+    micro_batch_size: int
+    tokens_per_second: float | None
+    """Positions of all processes, per second."""
+    speed_from: str | None
+    """Where the speed is known from."""
+    examples: list[ShownRow]
+    left_out: list[LeftOut]
+    left_out_files: list[str]
+    """Where every row that is left out lies, with its text."""
+    refusal: str | None
+    """Why a run would refuse these data."""
+
+
+def report(
+    train: Rows,
+    held_out: Rows | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_sources: Sequence[Source],
+    held_out_sources: Sequence[Source],
+    max_length: int,
+    packing: bool,
+    global_batch_size: int,
+    micro_batch_size: int,
+    epochs: float,
+    steps: int | None,
+    seed: int,
+    skips_bad_rows: bool,
+    problems: Sequence[str],
+    tokens_per_second: float | None,
+    speed_from: str | None,
+    shown_rows: int,
+    shown_left_out: int | None,
+) -> Report:
+    """The figures of a run's data.
+
+    Args:
+        train: training rows of an epoch, repeated as the weights of their sources say.
+        held_out: held-out rows, of their own sources or split off the training rows; None if there are none.
+        train_sources: what the training rows were read from, in their order.
+        held_out_sources: what the held-out rows were read from; none if they were split off.
+        epochs, steps: length of the run; steps win.
+        skips_bad_rows: whether a run trains on the rest where rows are rejected.
+        problems: why else a run would refuse the rows.
+        tokens_per_second: positions per second of all processes, if known.
+        shown_rows: rows to show as the model sees them.
+        shown_left_out: records to name that are not trained, at most; None for all.
+    """
+    distinct = train if train.chosen is None else Rows(train.folder, np.unique(train.chosen))
+    uncut = distinct.column("uncut_tokens")
+    stores = list({rows.folder: rows for rows in (train, held_out) if rows is not None}.values())
+    rejected = sum(store.summary["rejected"] for store in stores)
+    run: dict[str, Any] = {
+        "max_length": max_length,
+        "steps": steps,
+        "epochs": epochs,
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "seed": seed,
+    }
+    rejects = [rejected_problem(rejected, len(distinct))] if rejected and not skips_bad_rows else []
+    chosen = spread(distinct.lengths, distinct.column("origin"), shown_rows)
+    return Report(
+        sources=_source_figures(train, held_out, train_sources, held_out_sources),
+        formats=dict(sum((Counter(store.summary["formats"]) for store in stores), Counter())),
+        rows=RowFigures(
+            training=len(distinct),
+            held_out=0 if held_out is None else len(held_out),
+            per_epoch=len(train),
+            rejected=rejected,
+            dropped=sum(store.summary["dropped"] for store in stores),
+            truncated=int((uncut > distinct.lengths).sum()),
+            tokens_cut=_sum(uncut) - _sum(distinct.lengths),
+            duplicates=len(distinct) - len(np.unique(distinct.column("token_hash"))),
+            shared_with_held_out=0 if held_out is None else shared_with(held_out, train),
+        ),
+        tokens=TokenFigures(
+            total=_sum(distinct.lengths),
+            trained=_sum(distinct.trained_tokens),
+            per_epoch=_sum(train.lengths),
+            trained_per_epoch=_sum(train.trained_tokens),
+        ),
+        max_length=max_length,
+        lengths=length_figures(uncut, max_length),
+        packing=packing,
+        unpacked=_input_figures(Batches(train, packing=False, **run), tokens_per_second),
+        packed=_input_figures(Batches(train, packing=True, **run), tokens_per_second),
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        tokens_per_second=tokens_per_second,
+        speed_from=speed_from,
+        examples=[shown_row(distinct[number], tokenizer) for number in chosen],
+        left_out=_left_out(stores, shown_left_out),
+        left_out_files=[
+            str(store.folder / "rejected.jsonl")
+            for store in stores
+            if store.summary["rejected"] + store.summary["dropped"]
+        ],
+        refusal=" ".join([*rejects, *problems]) or None,
+    )
+
+
+def _sum(numbers: np.ndarray) -> int:
+    return int(numbers.sum(dtype=np.int64))
+
+
+def _source_figures(
+    train: Rows, held_out: Rows | None, train_sources: Sequence[Source], held_out_sources: Sequence[Source]
+) -> list[SourceFigures]:
+    per_epoch = np.bincount(train.column("origin"), minlength=len(train_sources)).tolist()
+    figures = [
+        SourceFigures(source.path, "training", source.weight, rows, used)
+        for source, rows, used in zip(train_sources, train.summary["rows_of_source"], per_epoch)
+    ]
+    if held_out is not None and held_out_sources:
+        figures += [
+            SourceFigures(source.path, "held-out", 1.0, rows, 0)
+            for source, rows in zip(held_out_sources, held_out.summary["rows_of_source"])
+        ]
+    return figures
+
+
+def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFigures:
+    rows, tokens = batches.rows_in_epoch, _sum(batches.lengths)
+    padded = batches.packs is None
+    order = epoch_order(rows, batches.order["seed"], 0)
+    positions = padded_positions(batches.lengths[order], batches.micro_batch_size) if padded else tokens
+    global_batch_size = batches.order["global_batch_size"]
+    return InputFigures(
+        rows_per_epoch=rows,
+        positions_per_epoch=positions,
+        padding=1 - tokens / positions,
+        room_used=tokens / (rows * batches.max_length),
+        trained_tokens_per_step=_sum(batches.trained_tokens) / rows * global_batch_size,
+        steps_per_epoch=rows / global_batch_size,
+        steps=batches.steps,
+        seconds_per_epoch=None if tokens_per_second is None else positions / tokens_per_second,
+    )
+
+
+def padded_positions(lengths: np.ndarray, micro_batch_size: int) -> int:
+    """Positions of rows in this order, each micro-batch padded to its longest row; the last may have fewer rows."""
+    firsts = np.arange(0, len(lengths), micro_batch_size)
+    rows = np.minimum(micro_batch_size, len(lengths) - firsts)
+    return int((np.maximum.reduceat(lengths.astype(np.int64), firsts) * rows).sum())
+
+
+def _left_out(stores: Sequence[Rows], most: int | None) -> list[LeftOut]:
+    """In the order in which they were read."""
+    lines = map(json.loads, islice(chain.from_iterable(map(rejected_lines, stores)), most))
+    return [LeftOut(entry["source"], entry["reason"]) for entry in lines]

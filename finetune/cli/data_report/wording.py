@@ -1,0 +1,137 @@
+"""What there is to say of a report, in words and tables that terminal and page share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune.cli.data_report.figures import Report
+from finetune.cli.data_report.lengths import Bin
+from finetune.cli.data_report.row_text import ShownRow, visible
+from finetune.units import spoken
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with lines of a label and a value, and a sentence below them."""
+
+    title: str
+    facts: list[tuple[str, str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the histogram: a bin, or without a label what there is to say at its place."""
+
+    label: str | None
+    text: str
+    share: float = 0.0
+    """Length of the bar, 0 to 1."""
+
+
+def verdict(report: Report) -> str:
+    """What a run would make of these data, in a sentence."""
+    if report.refusal is None:
+        return "A run would start with these data."
+    return f"A run would refuse these data: {report.refusal}"
+
+
+def _is_weighted(report: Report) -> bool:
+    return any(source.weight != 1 for source in report.sources)
+
+
+def source_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows: what was read."""
+    heads, rows = ["source", "for", "rows"], []
+    for source in report.sources:
+        row = [visible(source.path), source.purpose, f"{source.rows:,}"]
+        rows.append([*row, f"{source.weight:g}", f"{source.training_rows:,}"] if _is_weighted(report) else row)
+    return heads + (["weight", "an epoch"] if _is_weighted(report) else []), rows
+
+
+def sections(report: Report) -> list[Section]:
+    """What is said between the sources and the histogram."""
+    rows, tokens, lengths = report.rows, report.tokens, report.lengths
+    shared = f"; {rows.shared_with_held_out:,} of them stand among the training rows too"
+    of_rows = [
+        ("formats", ", ".join(f"{name} {records:,}" for name, records in report.formats.items())),
+        ("training rows", f"{rows.training:,}"),
+        ("held-out rows", f"{rows.held_out:,}{shared if rows.shared_with_held_out else ''}"),
+        ("rejected", f"{rows.rejected:,}"),
+        ("dropped", f"{rows.dropped:,}" + (", no trained token is left of them at max_length" if rows.dropped else "")),
+        ("truncated", f"{rows.truncated:,}" + (f", by {rows.tokens_cut:,} tokens" if rows.truncated else "")),
+        ("duplicates", f"{rows.duplicates:,}" + (" with the tokens of an earlier row" if rows.duplicates else "")),
+    ]
+    of_tokens = [
+        ("tokens", f"{tokens.total:,}"),
+        ("trained", f"{tokens.trained:,} ({tokens.trained / tokens.total:.1%})"),
+        ("of an epoch", f"{tokens.per_epoch:,}, {tokens.trained_per_epoch:,} of them trained"),
+        ("row length", f"median {lengths.median:,}, mean {lengths.mean:,.1f}"),
+        ("", f"90% of the rows up to {lengths.percentile_90:,}, 99% up to {lengths.percentile_99:,}"),
+        ("", f"shortest {lengths.shortest:,}, longest {lengths.longest:,}"),
+    ]
+    if _is_weighted(report):
+        of_rows.insert(2, ("of an epoch", f"{rows.per_epoch:,}"))
+    return [Section("Rows", of_rows), Section("Tokens", of_tokens, "Training rows by their tokens, before any cut:")]
+
+
+def histogram_lines(bins: Sequence[Bin], max_length: int) -> list[Line]:
+    most = max(each.rows for each in bins)
+    lines = []
+    for previous, each in zip([0, *(each.first for each in bins)], bins):
+        if previous <= max_length < each.first:
+            lines.append(Line(None, f"max_length {max_length:,}: longer rows are cut"))
+        label = f"{each.first:,}" if each.first == each.last else f"{each.first:,}-{each.last:,}"
+        lines.append(Line(label, f"{each.rows:,}", each.rows / most))
+    if bins[-1].first <= max_length:
+        lines.append(Line(None, f"max_length {max_length:,}: no row is cut"))
+    return lines
+
+
+def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows: what the model computes without packing and with it."""
+    both = (report.unpacked, report.packed)
+    heads = ["", "a row each", "packed"]
+    heads[2 if report.packing else 1] += " (chosen)"
+    rows = [
+        ["rows of the input, an epoch", *(f"{each.rows_per_epoch:,}" for each in both)],
+        [f"fill of a row of {report.max_length:,}", *(f"{each.room_used:.1%}" for each in both)],
+        ["positions to compute, an epoch", *(f"{each.positions_per_epoch:,}" for each in both)],
+        [f"of these padding, {report.micro_batch_size} rows at a time", *(f"{each.padding:.1%}" for each in both)],
+        [f"steps of {report.global_batch_size} rows, an epoch", *(f"{each.steps_per_epoch:,.1f}" for each in both)],
+        ["steps of the run", *(f"{each.steps:,}" for each in both)],
+        ["trained tokens, a step", *(f"{each.trained_tokens_per_step:,.0f}" for each in both)],
+        [
+            "time of an epoch",
+            *("?" if each.seconds_per_epoch is None else spoken(each.seconds_per_epoch) for each in both),
+        ],
+    ]
+    return heads, rows
+
+
+def speed(report: Report) -> str:
+    """Where the time comes from, or how to get it."""
+    if report.tokens_per_second is None:
+        return (
+            "For the time, give the positions that all processes compute in a second, with --tokens-per-second N, or "
+            "train a few steps with this train.output_dir: its metrics.jsonl tells."
+        )
+    return f"Time at {report.tokens_per_second:,.0f} positions a second, {report.speed_from}."
+
+
+def how_chosen(report: Report) -> str:
+    several = len({source.path for source in report.sources if source.purpose == "training"}) > 1
+    whole = "of the training rows, from the shortest to the longest"
+    return f"{len(report.examples):,} {whole}{' of each source' if several else ''}"
+
+
+def left_out_line(report: Report) -> str:
+    rejected, dropped = report.rows.rejected, report.rows.dropped
+    if not rejected + dropped:
+        return "None: every row of the data is used."
+    files = " and ".join(report.left_out_files)
+    return f"{rejected + dropped:,} in all, {rejected:,} rejected and {dropped:,} dropped; with their text in {files}"
+
+
+def title(row: ShownRow) -> str:
+    cut = f" of {row.uncut_tokens:,}" if row.uncut_tokens > row.tokens else ""
+    return visible(f"{row.source}: {row.tokens:,}{cut} tokens, {row.trained_tokens:,} trained")

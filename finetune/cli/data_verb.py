@@ -1,0 +1,152 @@
+"""``finetune data``: from a recipe's configuration to what its model will see, without the model."""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from finetune.cli.data_report.figures import Report, report
+from finetune.cli.data_report.page import to_html, to_json
+from finetune.cli.data_report.report_tables import print_report
+from finetune.cli.data_report.wording import verdict
+from finetune.config import sections
+from finetune.config.command_line import parse
+from finetune.data import dataset
+from finetune.data.encoding_workers import Settings
+from finetune.errors import InputError, refuse_if_any
+from finetune.models import loading as models
+from finetune.run import data_checks
+from finetune.run.screen import Preparing
+
+ROWS, ROWS_OF_PAGE, LEFT_OUT = 3, 20, 10
+"""Rows that are shown unless a number is asked for, in a terminal and on a page; and left-out rows in a terminal."""
+
+
+class Sections(BaseModel):
+    """What of a recipe's configuration decides on its data; other sections of a file are passed over."""
+
+    model: sections.Model
+    data: sections.Data
+    train: sections.Train
+
+
+def show(
+    arguments: Sequence[str], *, rows: int | None, html: Path | None, as_json: bool, tokens_per_second: float | None
+) -> int:
+    """Print the report, or write it as a page; the exit code is 2 if a run would refuse the data.
+
+    Args:
+        arguments: ``--config FILE`` and flags of the recipe.
+        rows: rows to show as the model sees them.
+        html: file to write a page to, in place of printing.
+        as_json: print JSON, and nothing else, to the standard output.
+        tokens_per_second: positions that all processes compute; None to look at an earlier run.
+
+    Raises:
+        InputError: for what can be put right: configuration, tokenizer, sources, data of which no row is left.
+    """
+    refuse_if_any(_problems(rows, html is not None and as_json, tokens_per_second))
+    models.quiet()
+    result = _report(
+        parse(Sections, arguments),
+        shown_rows=rows if rows is not None else ROWS if html is None else ROWS_OF_PAGE,
+        shown_left_out=LEFT_OUT if html is None and not as_json else None,
+        tokens_per_second=tokens_per_second,
+        shows_progress=sys.stdout.isatty() and not as_json,
+    )
+    if as_json:
+        print(to_json(result))
+    elif html is not None:
+        _write(html, to_html(result))
+        print(f"{html} shows what the model will see. {verdict(result)}")
+    else:
+        print_report(result, Console(highlight=False, emoji=False, markup=False))
+    return 0 if result.refusal is None else 2
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--html {path}: it cannot be written ({error.strerror}); name another file.") from error
+
+
+def _problems(rows: int | None, html_and_json: bool, tokens_per_second: float | None) -> list[str]:
+    problems = []
+    if rows is not None and rows < 0:
+        problems.append(f"--rows {rows}: rows to show are 0 or more; change it, or leave it out.")
+    if tokens_per_second is not None and not 0 < tokens_per_second < float("inf"):
+        problems.append(f"--tokens-per-second {tokens_per_second:g}: give a number above 0, or leave it out.")
+    if html_and_json:
+        problems.append("--html and --json are two ways of showing; give one of them at a time.")
+    return problems
+
+
+def _report(
+    cfg: Sections,
+    *,
+    shown_rows: int,
+    shown_left_out: int | None,
+    tokens_per_second: float | None,
+    shows_progress: bool,
+) -> Report:
+    train_sources = dataset.named_sources(cfg.data.train)
+    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
+    held_out_sources = held_out if isinstance(held_out, list) else []
+    refuse_if_any(data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train))
+    source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
+    model_config = models.load_config(cfg.model.path, **source)
+    tokenizer = models.load_tokenizer(
+        cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
+    )
+    settings = Settings(
+        format=cfg.data.format,
+        train_on=cfg.data.train_on,
+        max_length=cfg.data.max_length,
+        split_key=cfg.data.split_key,
+    )
+    with Preparing(shown=shows_progress) as tell:
+        # data that a run refuses are those that one wants to look at
+        rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
+    speed = measured_speed(Path(cfg.train.output_dir)) if tokens_per_second is None else tokens_per_second
+    given = f"measured in {cfg.train.output_dir}" if tokens_per_second is None else "as given"
+    return report(
+        rows,
+        held_out_rows,
+        tokenizer,
+        train_sources=train_sources,
+        held_out_sources=held_out_sources,
+        max_length=cfg.data.max_length,
+        packing=cfg.data.packing,
+        global_batch_size=cfg.train.global_batch_size,
+        micro_batch_size=1 if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,
+        epochs=cfg.train.epochs,
+        steps=cfg.train.steps,
+        seed=cfg.train.seed,
+        skips_bad_rows=cfg.data.on_bad_row == "skip",
+        problems=data_checks.problems_of_rows(rows, held_out_rows, cfg.data, model_config),
+        tokens_per_second=speed,
+        speed_from=None if speed is None else given,
+        shown_rows=shown_rows,
+        shown_left_out=shown_left_out,
+    )
+
+
+def measured_speed(output_dir: Path) -> float | None:
+    """Positions per second of an earlier run: the median of its steps but the first, which warms up.
+
+    None where it left no metrics.jsonl, or fewer than two steps.
+    """
+    path = output_dir / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    steps = [
+        json.loads(line) for line in lines[1:] if line.endswith("\n")
+    ]  # a run that is killed may leave half of one
+    return statistics.median(s["total_tokens"] / s["step_seconds"] for s in steps) if steps else None

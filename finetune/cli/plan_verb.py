@@ -1,0 +1,149 @@
+"""``finetune plan``: what fits on which GPUs, under which strategy, how fast, before anything is loaded."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from finetune.errors import refuse_if_any
+from finetune.planner import picture
+from finetune.planner.asked import Asked, asked, setting_alone
+from finetune.planner.choose import Plan, plan
+from finetune.planner.json_answer import record
+from finetune.planner.machine import gpus_here
+from finetune.planner.plan_tables import print_plan
+from finetune.planner.written import Options
+from finetune.trace.setting import Setting
+from finetune.units import GIB
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How an answer is shown, and how deeply it is looked into."""
+
+    as_json: bool = False
+    all_rows: bool = False
+    plot: Path | None = None
+    traced_rank: int | None = None
+    """Of the process that is traced; None for no dry run."""
+    probes: bool = False
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """Factors of parallelism that is not run here; None where one is left open."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    virtual_stages: int = 1
+    shards_optimizer: bool = False
+
+
+def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnPaper | None = None) -> int:
+    """Answer a question; the exit code is 0 if something fits, and 1 if nothing does.
+
+    Args:
+        arguments: ``--config FILE`` and flags of the recipe.
+        on_paper: ask for parallelism that is not run here instead.
+
+    Raises:
+        InputError: for what can be put right.
+        RunStopped: if a dry run failed.
+    """
+    refuse_if_any(picture.problems(shown.plot) if shown.plot is not None else [])
+    if shown.probes:
+        gpus_here()
+    if shown.traced_rank is not None and (alone := setting_alone(arguments, options)) is not None:
+        return _show_trace_alone(*alone, shown.traced_rank, as_json=shown.as_json)
+    question = asked(arguments, options)
+    if on_paper is not None:
+        return _show_on_paper(question, on_paper, as_json=shown.as_json)
+    answer = plan(question.question)
+    first = answer.rows[0]
+    name = Path(question.model).stem if question.model.endswith(".json") else Path(question.model).name
+    extra: dict[str, Any] = {}
+    lines: list[str] = []
+    if shown.traced_rank is not None:
+        from finetune.planner.traced import compare
+
+        comparison = compare(first, question.model, question.revision, shown.traced_rank)
+        extra["trace"] = {**asdict(comparison), "ratio": comparison.ratio}
+        lines += ["", f"Traced: {first.name}{_of_processes(shown.traced_rank, first.setting)}", *comparison.lines]
+    if shown.probes:
+        lines += ["", *_probe(question, answer, extra)]
+    if shown.plot is not None:
+        title = f"{name}: {first.name} on {question.question.machines.text}"
+        picture.draw(first, shown.plot, title=title)
+        lines += ["", f"{shown.plot} shows the memory of {first.name}."]
+    if shown.as_json:
+        print(json.dumps(record(answer, model=question.model, notes=question.notes) | extra, indent=2))
+    else:
+        console = Console(highlight=False, emoji=False, markup=False)
+        print_plan(answer, console, model=name, notes=question.notes, shows_all=shown.all_rows)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    return 0 if answer.recommendation is not None else 1
+
+
+def _probe(question: Asked, answer: Plan, extra: dict[str, Any]) -> list[str]:
+    """Two real steps on the GPU that is here."""
+    from finetune.planner.probed import lines_of, probe_row, record_of, row_to_probe
+
+    row = row_to_probe(answer.rows, question.question, gpus_here())
+    found = probe_row(row, question.question, question.model, question.revision)
+    extra["probe"] = record_of(row, found)
+    return lines_of(row, found)
+
+
+def _of_processes(rank: int, setting: Setting) -> str:
+    return f", as rank {rank} of {setting.world_size}" if setting.world_size > 1 else ""
+
+
+def _show_trace_alone(model_config: dict[str, Any], setting: Setting, rank: int, *, as_json: bool) -> int:
+    """A model that the formulas do not know, by a dry run alone; nothing is compared and nothing recommended."""
+    from finetune.planner.traced import in_parts
+    from finetune.trace.child import trace_in_child
+
+    found = trace_in_child(model_config, setting, rank=rank)
+    if as_json:
+        print(json.dumps({"setting": asdict(setting), "rank": rank, "trace": found.record()}, indent=2))
+        return 0
+    whose = _of_processes(rank, setting)
+    print(f"The formulas do not know {model_config.get('model_type')}; a dry run of one way to train it{whose} says:")
+    for part, size in in_parts(found).items():
+        print(f"{part:<13}{size / GIB:>10.3f} GiB")
+    print(f"{'peak':<13}{found.peak.bytes / GIB:>10.3f} GiB in the {found.peak_phase}, with")
+    print("\n".join(f"  {name}: {value}" for name, value in asdict(setting).items()))
+    return 0
+
+
+def _show_on_paper(question: Asked, on_paper: OnPaper, *, as_json: bool) -> int:
+    from finetune.planner.paper import Question, cluster_of, explain
+    from finetune.planner.paper import show as figures
+
+    of_recipe = question.question
+    one_way = of_recipe.checkpointing[0] if len(of_recipe.checkpointing) == 1 else None
+    on = Question(
+        row_tokens=of_recipe.base.row_tokens,
+        global_batch_rows=of_recipe.global_batch_size if question.batch_is_given else None,
+        micro_batch_rows=of_recipe.micro_batch_size or 1,
+        activation_checkpointing=None if one_way is None else "full" if one_way else "none",
+        tensor=on_paper.tensor,
+        pipeline=on_paper.pipeline,
+        context=on_paper.context,
+        expert=on_paper.expert,
+        virtual_stages=on_paper.virtual_stages,
+        shards_optimizer=on_paper.shards_optimizer,
+    )
+    cluster = cluster_of(of_recipe.machines)
+    if as_json:
+        print(json.dumps(figures(of_recipe.shape, cluster, on), indent=2))
+    else:
+        sys.stdout.write(explain(of_recipe.shape, cluster, on))
+    return 0

@@ -1,0 +1,240 @@
+"""YAML file plus flags into a typed configuration; every problem of a configuration reported at once.
+
+The flags are built from the configuration classes
+(``--section.key VALUE``), pydantic checks the values, and argparse and PyYAML do the reading.
+"""
+
+import argparse
+import difflib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from finetune.errors import InputError
+from finetune.start_up import is_first_process
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
+    """Read ``--config FILE`` and the flags that win over it.
+
+    Raises:
+        InputError: with every problem that was found: unreadable file, unknown key, wrong type, missing key.
+        SystemExit: code 0 after ``--help`` and ``--print_config``.
+    """
+    parser = _parser(config_class)
+    known, unknown = parser.parse_known_args(list(arguments))
+    problems = [_unknown_flag(flag, config_class) for flag in unknown if flag.startswith("--")]
+    if unknown and not problems:  # words after an unknown flag are taken for its value
+        problems.append(f"{' '.join(unknown)!r} belongs to no flag; write --section.key VALUE, see --help.")
+    values, file_problems = _read_file(known.config)
+    if file_problems:  # what the file holds is not known, so that nothing can be missing
+        raise InputError(problems + file_problems)
+    for section in config_class.model_fields:  # a section that is absent or empty has its defaults, or lacks keys
+        values[section] = {} if values.get(section) is None else values[section]
+    fields = dict(_fields(config_class))
+    for key, text in vars(known).items():
+        if key in fields:
+            section, name = key.split(".")
+            if isinstance(values[section], dict):
+                values[section][name] = _flag_value(text, fields[key])
+    try:
+        config = config_class.model_validate(values)
+    except ValidationError as error:
+        problems += [_sentence(e, config_class) for e in _one_of_each_key(error.errors())]
+    if problems:
+        raise InputError(problems)
+    if known.print_config:
+        if is_first_process():
+            print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def to_yaml(config: BaseModel) -> str:
+    """The resolved configuration as YAML that can be passed back with ``--config``."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see --help.")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_process():
+            super().print_help(file)
+
+
+def _fields(config_class: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key as ``section.name`` with its declaration."""
+    for section, declaration in config_class.model_fields.items():
+        section_class = declaration.annotation
+        assert isinstance(section_class, type)
+        assert issubclass(section_class, BaseModel)
+        for name, field in section_class.model_fields.items():
+            yield f"{section}.{name}", field
+
+
+def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        description=sys.modules[config_class.__module__].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", default=None, help="YAML file with the sections below")
+    parser.add_argument(
+        "--print_config", action="store_true", default=False, help="print the resolved configuration as YAML and end"
+    )
+    groups: dict[str, Any] = {}
+    for key, field in _fields(config_class):
+        section = key.split(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        default = "required" if field.is_required() else f"default: {_as_yaml(field.default)}"
+        text = " ".join((field.description or "").split()).replace("%", "%%")
+        groups[section].add_argument(
+            f"--{key}", dest=key, metavar=_type_name(field.annotation), help=f"{text} ({default})"
+        )
+    return parser
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return "|".join(_type_name(a) for a in get_args(annotation))
+    if get_origin(annotation) is list:
+        return "LIST"
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    return {str: "TEXT", int: "INT", float: "NUMBER", bool: "BOOL"}[annotation]
+
+
+def _flag_value(text: str, field: FieldInfo) -> Any:
+    """A flag's text as YAML, but as plain text where the key takes text and YAML would make a number of it."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    taken = _plain_types(field.annotation)
+    as_it_stands = str in taken and type(value) not in taken and not isinstance(value, list | None)
+    return text if as_it_stands else value
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The types of which one is taken for a key, out of unions and their constraints."""
+    if get_origin(annotation) is Annotated:
+        return _plain_types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*map(_plain_types, get_args(annotation)))
+    return {annotation}
+
+
+def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
+    if path is None:
+        return {}, []
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicateKeys)
+    except OSError as error:
+        return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
+    except yaml.MarkedYAMLError as error:
+        return {}, [_not_yaml(path, error)]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); fix the file."]
+    if not isinstance(values, dict):
+        return {}, [f"--config {path}: the file holds no sections; see --help for them."]
+    return values, []
+
+
+def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
+    """The problem, with the place in the file and a caret below it."""
+    mark = error.problem_mark
+    assert mark is not None
+    sentence = f"--config {path}: not valid YAML in line {mark.line + 1}, {error.problem}; fix the file:"
+    return f"{sentence}\n{mark.get_snippet(indent=2)}"
+
+
+class _NoDuplicateKeys(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; a configuration must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
+    key = flag.removeprefix("--").split("=")[0]
+    return f"--{key} is no flag of this recipe; {_nearest(key, config_class)}see --help for all."
+
+
+def _nearest(key: str, config_class: type[BaseModel]) -> str:
+    keys = [k for k, _ in _fields(config_class)] + list(config_class.model_fields)
+    same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+    close = same_name or difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean {close[0]}? Otherwise " if close else ""
+
+
+def _one_of_each_key(errors: Sequence[Any]) -> list[Any]:
+    """Of a key that takes several types pydantic tells why it is none of them; the nearest miss says most.
+
+    It comes with all of them as ``misses``.
+    """
+    of_key: dict[tuple[str | int, ...], list[Any]] = {}
+    for error in errors:
+        of_key.setdefault(error["loc"][:2], []).append(error)
+    nearest = [max(each, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))) for each in of_key.values()]
+    return [{**error, "misses": [e["type"] for e in each]} for error, each in zip(nearest, of_key.values())]
+
+
+def _sentence(error: Any, config_class: type[BaseModel]) -> str:
+    """One pydantic error as a sentence that ends in what to do."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location[:2])
+    if error["type"] == "extra_forbidden" and len(location) > 2:
+        return f"{key}: {location[-1]} is not a key of an entry there; take it out, or see --help for those there are."
+    if error["type"] == "missing" and len(location) > 2:
+        return f"{key}: an entry there lacks the key {location[-1]}; add it."
+    if error["type"] == "missing":
+        return f"{key} is missing; set it in the YAML file or with --{key}."
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a key of this recipe; {_nearest(key, config_class)}see --help for all."
+    if len(location) == 1:
+        return f"{key}: {error['input']!r} is not a section; write its keys below it, indented, see --help."
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if len(error["misses"]) > 1 and all(
+        miss.endswith(("_type", "_parsing", "literal_error")) for miss in error["misses"]
+    ):
+        message = _allowed(dict(_fields(config_class))[key].annotation, error["input"])
+    return f"{key}: {error['input']!r} was given, but it should be {message}; change it, or see --help."
+
+
+def _allowed(annotation: Any, given: Any) -> str:
+    """The types that a key takes, in words; with the list that the value given may have been meant for."""
+    if get_origin(annotation) is Annotated:
+        return _allowed(get_args(annotation)[0], given)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_allowed(each, given) for each in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is list:
+        return f"a list such as [{given}]" if isinstance(given, str) else "a list"
+    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[
+        annotation
+    ]

@@ -1,0 +1,222 @@
+"""A conversation as text, with the stretches that the assistant wrote: its words and the end of its turn.
+
+They are found by rendering, with any chat template, and verified against the text; never guessed. Where the template
+marks them itself (``{% generation %}``), its marks are taken. Limit: a template that renders an answer otherwise than
+as it stands (but for white space around it) is refused, unless it marks what it makes of it.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from finetune.data.rendering import BEGINS, ENDS, Message, Renderer, Template, TemplateRefuses
+from finetune.errors import BadRow
+
+Span = tuple[int, int]
+"""First position and the one past the last."""
+
+_FIRST_MARK = 0x100000  # Unicode's second private plane: finetune.data.formats lets no text have them
+_MOST_MESSAGES = 0xFFF0  # as many marks as the plane holds, less those of generation
+_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MOST_MESSAGES - 1)}]")
+_TURN_MARK = re.compile(f"[{BEGINS}{ENDS}]")
+_USE_ANOTHER = "set data.chat_template to a template that does, or data.train_on to all"
+
+
+class ChatTemplate:
+    """Renders conversations and finds the assistant's turns."""
+
+    def __init__(self, template: Template) -> None:
+        self.renderer, self.special = Renderer(template), template.special
+        self._outlines: dict[tuple[str, ...], list[str] | None] = {}
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Text of a conversation, and the characters of each assistant turn with the token that ends it.
+
+        Raises:
+            BadRow: if the template refuses the conversation, or does not let its answers be found.
+        """
+        if len(messages) > _MOST_MESSAGES:
+            raise BadRow(f"it has {len(messages):,} messages, and {_MOST_MESSAGES:,} can be told apart; divide it")
+        if self.renderer.marks(tools):
+            return self._marked_by_template(self.renderer.marked_text(messages, tools), messages)
+        text = self.text(messages, tools)
+        for find in (self._by_known_outline, self._by_outline, self._by_neighbours, self._by_prefixes):
+            try:
+                turns = find(messages, tools, text)
+            except TemplateRefuses:  # not this conversation, but what was made of it to find the turns
+                continue
+            if turns is not None:
+                return text, turns
+        raise BadRow(
+            "the chat template does not render the assistant's messages as they stand, so the trained tokens cannot be "
+            f"told; {_USE_ANOTHER}"
+        )
+
+    def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """Text of a conversation, with the assistant's turn begun where ``prompt`` is set.
+
+        Raises:
+            BadRow: if the template refuses the conversation.
+        """
+        return self.renderer.text(messages, tools, prompt=prompt)
+
+    def _marked_by_template(self, rendered: str, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        marks, pieces = "".join(_TURN_MARK.findall(rendered)), _TURN_MARK.split(rendered)
+        text, places = "".join(pieces), list(accumulate(map(len, pieces)))[:-1]
+        turns = list(zip(places[::2], places[1::2]))
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if marks != (BEGINS + ENDS) * len(answers) or not all(
+            _says(text[first:end], answer) for answer, (first, end) in zip(answers, turns)
+        ):
+            raise BadRow(
+                f"the chat template marks {marks.count(BEGINS)} stretches as generated, where the assistant speaks "
+                f"{len(answers)} times, or other words than its own; mend its generation marks"
+            )
+        return text, [(first, self._end_of_marked(text, first, end)) for first, end in turns]
+
+    def _end_of_marked(self, text: str, first: int, end: int) -> int:
+        """Where a turn ends whose marks stop before, or a white space behind, the special token that ends it."""
+        inside = [found.end() for found in self.special.finditer(text, first, end)]
+        if inside and not text[inside[-1] : end].strip():
+            return inside[-1]
+        return end + self._end_of_turn(text[end:], "an assistant turn")
+
+    def _end_of_turn(self, after: str, what: str) -> int:
+        """Of the text after an answer, the characters that end the turn."""
+        if self._closing and after.startswith(self._closing):
+            return len(self._closing)
+        end = self.special.search(after)
+        if end is None or after[: end.start()].strip():  # other words before it are the next speaker's
+            raise BadRow(_no_end(what))
+        return end.end()
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes behind an answer that ends the conversation, up to its special tokens in a row.
+
+        Empty if it has none there, or refuses the conversation that shows it.
+        """
+        question, answer = chr(_FIRST_MARK), chr(_FIRST_MARK + 1)
+        try:
+            text = self.text([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None)
+        except BadRow:
+            return ""
+        found = re.match(f".*?(?:{self.special.pattern})+", text.rpartition(answer)[2], re.DOTALL)
+        return found[0] if found else ""
+
+    def _by_known_outline(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns of a plain conversation: the template's own text was learnt from an earlier one with the same roles."""
+        if tools or any(len(message) > 2 for message in messages):
+            return None
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._outlines:
+            self._outlines[roles] = self._outline(messages, range(len(messages)), None)
+        parts = self._outlines[roles]
+        return None if parts is None else self._match(parts, list(enumerate(messages)), text)
+
+    def _by_outline(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns by a second rendering, with a mark in place of each answer: the texts must agree everywhere else."""
+        answers = [(i, message) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        parts = self._outline(messages, [i for i, _ in answers], tools)
+        return None if parts is None else self._match(parts, answers, text)
+
+    def _outline(self, messages: Sequence[Message], places: Sequence[int], tools: list[Any] | None) -> list[str] | None:
+        """What the template writes around the messages at these places, a part more than there are of them.
+
+        ``None`` if it does not write each of them once and in order.
+        """
+        outlined, marks = list(messages), [chr(_FIRST_MARK + place) for place in places]
+        for place, mark in zip(places, marks):
+            # an answer stands for all that its turn may hold, such as calls; of others, all but the words is kept
+            kept = {} if messages[place]["role"] == "assistant" else messages[place]
+            outlined[place] = {**kept, "role": messages[place]["role"], "content": mark}
+        outline = self.text(outlined, tools)
+        return _MARK.split(outline) if _MARK.findall(outline) == marks else None
+
+    def _match(self, parts: list[str], contents: list[tuple[int, Message]], text: str) -> list[Span] | None:
+        """Lay the outline's parts against the text, with each content between two of them."""
+        turns: list[Span] = []
+        if not text.startswith(parts[0]):
+            return None
+        position = len(parts[0])
+        for (i, message), after in zip(contents, parts[1:]):
+            first = position
+            if message.get("tool_calls"):
+                # what the template makes of a call is not known, but no text in it holds a special token
+                position = text.find(after, first) if self.special.search(after) else -1
+                if position == -1 or not _says(text[first:position], message):
+                    return None
+            else:
+                words = _as_rendered(message["content"], after, text, first)
+                if words is None:
+                    return None
+                position += words
+            if message["role"] == "assistant":
+                turns.append((first, position + self._end_of_turn(after, f"message {i + 1} (assistant)")))
+            position += len(after)
+        return turns if position == len(text) else None
+
+    def _by_neighbours(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns between the messages before and behind: from where a prompt ends to what closes any turn.
+
+        For templates that write a message otherwise when it is the last one, or refuse results without their call.
+        """
+        places = [i for i, message in enumerate(messages) if message["role"] in ("user", "tool")]
+        before = {i - 1 for i, message in enumerate(messages) if message["role"] == "assistant"}
+        parts = self._outline(messages, places, tools) if before.issubset(places) and self._closing else None
+        if parts is None or not text.startswith(parts[0]):
+            return None
+        turns: list[Span] = []
+        position = len(parts[0])
+        for i, after in zip(places, parts[1:]):
+            words = _as_rendered(messages[i]["content"], after, text, position)
+            if words is None:
+                return None
+            position += words
+            if i in before:
+                mark = chr(_FIRST_MARK)
+                prompt = self.text([*messages[:i], {**messages[i], "content": mark}], tools, prompt=True)
+                begun = prompt.rpartition(mark)[2]
+                end = after.find(self._closing, len(begun))
+                if not after.startswith(begun) or end == -1 or not _says(after[len(begun) : end], messages[i + 1]):
+                    return None
+                turns.append((position + len(begun), position + end + len(self._closing)))
+            position += len(after)
+        return turns if position == len(text) else None
+
+    def _by_prefixes(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> list[Span] | None:
+        """Turns as what each assistant message adds to the text of those before it."""
+        turns = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self.text(messages[:i], tools, prompt=True), self.text(messages[: i + 1], tools)
+            ends = [found.end() for found in self.special.finditer(after, len(before))]
+            if not text.startswith(after) or not after.startswith(before):
+                return None
+            if not _says(after[len(before) :], message):
+                return None
+            if not ends:
+                raise BadRow(_no_end(f"message {i + 1} (assistant)"))
+            turns.append((len(before), ends[-1]))
+        return turns
+
+
+def _as_rendered(content: str, after: str, text: str, position: int) -> int | None:
+    """Characters of a content at a position of the text, as it stands or stripped; ``None`` unless one of them fits."""
+    forms = [form for form in {content, content.strip()} if text.startswith(form + after, position)]
+    return len(forms[0]) if len(forms) == 1 else None
+
+
+def _says(turn: str, message: Message) -> bool:
+    """Whether a turn's text has the words of the message, and the names of the tools that it calls."""
+    names = (call["function"]["name"] for call in message.get("tool_calls", ()))
+    return message["content"].strip() in turn and all(name in turn for name in names)
+
+
+def _no_end(what: str) -> str:
+    return (
+        f"the chat template ends {what} without a special token, so the model could not learn to stop; {_USE_ANOTHER}"
+    )

@@ -1,0 +1,178 @@
+"""Data of a run: sources to training rows and held-out rows, and what there is to say of them.
+
+Every process asks for them before the process group exists: one prepares, the others wait for its file.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.encoding_workers import Settings
+from finetune.data.preparation import SHOWN, prepare
+from finetune.data.rows import Rows
+from finetune.data.sources import Source
+from finetune.errors import InputError
+
+_WHOLE = 2.0**64
+
+
+def read_rows(
+    entries: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    *,
+    skip_bad_rows: bool = False,
+    tell: Callable[[str, int], None] = lambda doing, rows: None,
+) -> Rows:
+    """All rows of the sources, tokenised and masked, from the cache where they are known.
+
+    Args:
+        tell: told what is done, and after how many rows; see ``preparation.prepare``.
+
+    Raises:
+        InputError: if a row cannot be used and none is to be skipped, naming the first ten by ``file:line`` and reason;
+            if no row is left; if a source cannot be read.
+    """
+    rows = Rows(prepare(entries, tokenizer, settings, tell=tell))
+    if not len(rows):
+        raise InputError(f"{', '.join(entry.path for entry in entries)}: {_why_empty(rows, settings.max_length)}")
+    if rows.summary["rejected"] and not skip_bad_rows:
+        raise InputError(_refusal(rows))
+    return rows
+
+
+def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
+    """Sources that a configuration names, by a text or a list of texts and of objects with ``Source``'s fields.
+
+    A fraction, which stands in the place of held-out sources, names none.
+    """
+    listed = [] if entries is None or isinstance(entries, float) else [entries] if isinstance(entries, str) else entries
+    return [Source(entry) if isinstance(entry, str) else Source(**dict(entry)) for entry in listed]
+
+
+def read_some(
+    entries: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Settings, **manner: Any
+) -> Rows | None:
+    """``read_rows``, or nothing where no source is named."""
+    return read_rows(entries, tokenizer, settings, **manner) if entries else None
+
+
+def load(
+    train: Sequence[Source],
+    held_out: Sequence[Source] | float,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    **manner: Any,
+) -> tuple[Rows, Rows | None]:
+    """Training rows, repeated as their sources' weights say, and held-out rows where there are some.
+
+    Args:
+        held_out: sources, or the fraction of the training rows.
+        manner: ``skip_bad_rows`` and ``tell`` of ``read_rows``.
+
+    Raises:
+        InputError: as ``read_rows`` and ``split``.
+    """
+    rows = read_rows(train, tokenizer, settings, **manner)
+    kept, held = rows, None
+    if isinstance(held_out, float):
+        kept, held = split(rows, held_out)
+    else:
+        held = read_some(held_out, tokenizer, settings, **manner)
+    return weigh(kept, [source.weight for source in train]), held
+
+
+def rejected_problem(rejected: int, rest: int) -> str:
+    """What to do about rows that cannot be used, where others can."""
+    count = f"{rejected:,} row{'s' if rejected > 1 else ''}"
+    return f"{count} cannot be used; fix or remove them, or train on the other {rest:,} with --data.on_bad_row skip."
+
+
+def _refusal(rows: Rows) -> list[str]:
+    count, first = rows.summary["rejected"], rows.summary["first_rejected"]
+    sources_of: dict[str, list[str]] = {}
+    for source, reason in first:
+        sources_of.setdefault(reason, []).append(source)
+    named = [f"{', '.join(found)}: {reason}." for reason, found in sources_of.items()]
+    more = [f"... and {count - len(first):,} more, all in {rows.folder / 'rejected.jsonl'}."] if count > SHOWN else []
+    return [*named, *more, rejected_problem(count, len(rows))]
+
+
+def _why_empty(rows: Rows, max_length: int) -> str:
+    dropped, rejected = rows.summary["dropped"], rows.summary["rejected"]
+    if dropped and not rejected:
+        return f"all {dropped:,} rows lost their trained tokens at data.max_length {max_length}; raise data.max_length."
+    if rejected:
+        source, reason = rows.summary["first_rejected"][0]
+        every = (
+            f"; the reasons of all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
+        )
+        return f"no row can be used. {source}: {reason}{every}."
+    return "there is no row; give a file that holds some."
+
+
+def split(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
+    """Training and held-out rows, each row on a side by its hash: the same in every run, whatever else is added.
+
+    Raises:
+        InputError: if one side is empty.
+    """
+    held_out = rows.column("split_hash").astype(np.float64) / _WHOLE < fraction
+    if held_out.all() or not held_out.any():
+        raise InputError(
+            f"data.eval {fraction} leaves {int((~held_out).sum())} rows to train on and {int(held_out.sum())} held "
+            f"out, of {len(rows)}; choose another fraction, or name a file."
+        )
+    return rows.choose(np.flatnonzero(~held_out)), rows.choose(np.flatnonzero(held_out))
+
+
+def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
+    """Rows repeated as often as the weight of their source says, one pass over them after another.
+
+    Of a fraction, those whose hash falls below it: the hash of their tokens, which knows nothing of that of a split.
+
+    Raises:
+        InputError: if no row is left.
+    """
+    if all(weight == 1 for weight in weights):
+        return rows
+    weight = np.asarray(weights)[rows.column("origin")]
+    extra = rows.column("token_hash").astype(np.float64) / _WHOLE < weight % 1
+    copies = weight.astype(np.int64) + extra
+    chosen = np.concatenate([np.flatnonzero(copies > taken) for taken in range(max(1, copies.max()))])
+    if not len(chosen):
+        raise InputError(f"The weights {list(weights)} of data.train leave none of {len(rows)} rows; raise them.")
+    return rows.choose(chosen)
+
+
+def shared_with(held_out: Rows, train: Rows) -> int:
+    """Held-out rows whose tokens stand among the training rows too."""
+    return int(np.isin(held_out.column("token_hash"), train.column("token_hash")).sum())
+
+
+def describe(rows: Rows, purpose: str) -> str:
+    """A line for the run's output."""
+    summary = rows.summary
+    formats = ", ".join(summary["formats"])
+    trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
+    text = f"{len(rows):,} {purpose} rows ({formats}), {tokens:,} tokens, {trained:,} of them trained"
+    whose = "" if rows.chosen is None else " of all"
+    if summary["truncated"]:
+        count = summary["truncated"]
+        text += f"; {count:,} row{'s' if count > 1 else ''}{whose} cut at max_length"
+    if summary["dropped"]:
+        count, first = summary["dropped"], summary["first_dropped"]
+        more = ", ..." if count > 3 else ""
+        text += f"; {count:,}{whose} dropped, no trained token left ({', '.join(first[:3])}{more})"
+    if summary["rejected"]:
+        text += f"; {summary['rejected']:,}{whose} rejected"
+    return text
+
+
+def rejected_lines(rows: Rows | None) -> Iterator[str]:
+    """Each record that is not trained, with its source and the reason, as a line of JSON."""
+    if rows is not None:
+        with (rows.folder / "rejected.jsonl").open(encoding="utf-8") as file:
+            yield from map(str.rstrip, file)

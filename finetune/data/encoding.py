@@ -1,0 +1,319 @@
+"""Examples to rows: tokens, and which of them are trained.
+
+The mask is kept by position, never by token id, so that a PAD token that equals the end of a turn cannot hide it.
+Each trained stretch is decoded again and held against the text that it stands for.
+"""
+
+import copy
+import unicodedata
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import AddedToken, Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat_template import Span
+from finetune.data.formats import Example
+from finetune.data.template_process import Conversation, TemplateProcess
+from finetune.errors import BadRow
+
+_FIRST_SHIELD = 0xF0000  # Unicode's first private plane: finetune.data.formats lets no text have them
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template to render a conversation with; set data.chat_template to a Jinja file, or "
+    "start from the model's instruction-tuned version"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one document of the training data."""
+
+    tokens: np.ndarray
+    """Of shape (tokens,), int32."""
+    spans: list[Span]
+    """Stretches of trained tokens, in order; never the first token, which nothing predicts."""
+    source: str
+    """``file:line`` it came from."""
+    prompt_tokens: int = 0
+    """Tokens before the last answer; 0 where there is none."""
+    question: str = ""
+    """What the last answer answers, for people to read."""
+    uncut_tokens: int = 0
+    """Tokens before the row was cut at ``max_length``."""
+
+    @property
+    def trained(self) -> list[bool]:
+        """Per token, whether its prediction is trained."""
+        mask = [False] * len(self.tokens)
+        for first, end in self.spans:
+            mask[first:end] = [True] * (end - first)
+        return mask
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens whose prediction is trained."""
+        return sum(end - first for first, end in self.spans)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text to be tokenised, and its trained stretches in characters."""
+
+    text: str
+    turns: list[Span]
+    question: str
+    shielded: bool = False
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a text, and the characters that each stands for."""
+
+    ids: list[int]
+    offsets: Callable[[], list[Span]]
+    """Asked for only where the special tokens do not tell where a stretch begins: it costs a third of the time."""
+
+
+class Encoder:
+    """Examples to rows, with one tokenizer and its chat template. May be shared between threads.
+
+    Args:
+        train_on: "assistant" (every answer), "last" (the last one) or "all" (every token).
+        max_length: tokens of a row; longer conversations are cut at the end, longer texts into several rows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str, max_length: int) -> None:
+        self.train_on, self.max_length = train_on, max_length
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation or backend.padding:  # as some tokenizers are published
+            backend = copy.deepcopy(backend)
+            backend.no_truncation()
+            backend.no_padding()
+        self.tokenizer: Tokenizer = backend
+        self.template = TemplateProcess(tokenizer) if tokenizer.chat_template else None
+        self._form: Literal["text", "turns"] = "text" if train_on == "all" else "turns"
+        self._tokens_between: dict[str, int] = {}
+        self.special_ids = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self.is_special = np.zeros(backend.get_vocab_size() + max(self.special_ids, default=0) + 1, bool)
+        self.is_special[list(self.special_ids)] = True
+        specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len)
+        self.shield_of = {special: chr(_FIRST_SHIELD + i) for i, special in enumerate(reversed(specials))}
+        self.special_of = {shield: special for special, shield in self.shield_of.items()}
+        self.eos = tokenizer.eos_token_id
+        begins = tokenizer.bos_token_id is not None and tokenizer.bos_token_id in backend.encode("").ids
+        self.begin = [tokenizer.bos_token_id] if begins else []
+
+    @cached_property
+    def literal(self) -> Tokenizer:
+        """Takes special strings for text."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def shielding(self) -> Tokenizer:
+        """Knows the shields as tokens."""
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.add_tokens([AddedToken(shield, normalized=False) for shield in self.special_of])
+        return tokenizer
+
+    def encode(self, examples: Sequence[tuple[str, Example]]) -> list[list[Row] | BadRow]:
+        """Rows of each (source, example), or why it cannot be trained. Only a text may give several rows.
+
+        Raises:
+            InputError: if the chat template needs more time or memory than it may.
+        """
+        texts = self._texts(examples)
+        plain = [i for i, text in enumerate(texts) if isinstance(text, _Text) and examples[i][1].messages is None]
+        chats = [
+            i
+            for i, ((_, example), text) in enumerate(zip(examples, texts))
+            if isinstance(text, _Text) and not text.shielded and example.messages is not None
+        ]
+        encoded: dict[int, _Tokens] = {}
+        if plain:
+            batch = self.literal.encode_batch([texts[i].text for i in plain], add_special_tokens=False)  # type: ignore[union-attr]
+            encoded |= {i: _Tokens(found.ids, partial(_offsets, found)) for i, found in zip(plain, batch)}
+        if chats:
+            words = [texts[i].text for i in chats]  # type: ignore[union-attr]
+            batch = self.tokenizer.encode_batch_fast(words, add_special_tokens=False)
+            encoded |= {
+                i: _Tokens(found.ids, partial(self._offsets_of, text)) for i, found, text in zip(chats, batch, words)
+            }
+        results: list[list[Row] | BadRow] = []
+        for i, ((source, example), text) in enumerate(zip(examples, texts)):
+            if isinstance(text, BadRow):
+                results.append(text)
+                continue
+            tokens = encoded[i] if i in encoded else self._tokenize_shielded(text.text)
+            try:
+                if example.messages is None:
+                    results.append(self._plain_rows(source, example, text, tokens))
+                else:
+                    results.append([self._row(source, text, tokens)])
+            except BadRow as reason:
+                results.append(reason)
+        return results
+
+    def _offsets_of(self, text: str) -> list[Span]:
+        return self.tokenizer.encode(text, add_special_tokens=False).offsets
+
+    def _plain(self, example: Example) -> _Text:
+        text = example.prompt + example.completion
+        turns = [(len(example.prompt), len(text))]
+        return _Text(text, turns, example.prompt)
+
+    def _texts(self, examples: Sequence[tuple[str, Example]]) -> list[_Text | BadRow]:
+        """What is to be tokenised of each example; all conversations are rendered at once."""
+        if self.template is None:
+            return [
+                self._plain(example) if example.messages is None else BadRow(_NO_TEMPLATE) for _, example in examples
+            ]
+        asked = {
+            i: Conversation(source, self._shield(example.messages), self._shield(example.tools), self._form)
+            for i, (source, example) in enumerate(examples)
+            if example.messages is not None
+        }
+        rendered = dict(zip(asked, self.template.render(list(asked.values()))))
+        texts: list[_Text | BadRow] = []
+        for i, (_, example) in enumerate(examples):
+            if i not in asked:
+                texts.append(self._plain(example))
+            elif isinstance(found := rendered[i], BadRow):
+                texts.append(found)
+            else:
+                texts.append(self._conversation(example, asked[i], *found))
+        return texts
+
+    def _conversation(self, example: Example, asked: Conversation, text: str, turns: list[Span]) -> _Text:
+        messages = example.messages
+        assert messages is not None
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [k for k, i in enumerate(answers) if i not in example.untrained]
+        if turns:
+            turns = [turns[k] for k in (trained if self.train_on == "assistant" else trained[-1:])]
+        question = messages[answers[trained[-1]] - 1]["content"]
+        return _Text(text, turns, question, asked.messages != messages or asked.tools != example.tools)
+
+    def _shield(self, value: Any) -> Any:
+        """The same value with a private character in place of each string that the tokenizer takes for special."""
+        if isinstance(value, str):
+            assert self.template is not None
+            return self.template.special.sub(lambda found: self.shield_of[found[0]], value)
+        if isinstance(value, list):
+            return [self._shield(item) for item in value]
+        if isinstance(value, dict):
+            return {self._shield(key): self._shield(item) for key, item in value.items()}
+        return value
+
+    def _tokenize_shielded(self, text: str) -> _Tokens:
+        """Tokens of a text, with each shield tokenised as the text that it stands for."""
+        encoding = self.shielding.encode(text, add_special_tokens=False)
+        tokens: list[int] = []
+        spans: list[Span] = []
+        for token, (first, end) in zip(encoding.ids, encoding.offsets):
+            special = self.special_of.get(text[first:end])
+            own = [token] if special is None else self.literal.encode(special, add_special_tokens=False).ids
+            tokens += own
+            spans += [(first, end)] * len(own)
+        return _Tokens(tokens, lambda: spans)
+
+    def _row(self, source: str, text: _Text, tokens: _Tokens) -> Row:
+        if self.train_on == "all":
+            return self._cut(tokens.ids, [(0, len(tokens.ids))], source)
+        spans = [self._tokens_of(text, turn, tokens) for turn in text.turns]
+        return self._cut(tokens.ids, spans, source, spans[-1][0], text.question)
+
+    def _plain_rows(self, source: str, example: Example, text: _Text, found: _Tokens) -> list[Row]:
+        if self.eos is None:
+            raise BadRow(
+                "the tokenizer has no end-of-sequence token, so the model could not learn to stop; set model.tokenizer "
+                "to one that has"
+            )
+        first = self._tokens_of(text, text.turns[0], found)[0] if example.prompt else 0
+        first += len(self.begin)
+        tokens = self.begin + found.ids
+        if example.ends and tokens[-1:] != [self.eos]:
+            tokens = [*tokens, self.eos]
+        if example.prompt:
+            spans = [(0 if self.train_on == "all" else first, len(tokens))]
+            return [self._cut(tokens, spans, source, first, text.question)]
+        step = max(1, self.max_length - 1)  # rows overlap by a token, so that each token is predicted in one of them
+        pieces = [tokens[i : i + self.max_length] for i in range(0, max(1, len(tokens) - 1), step)]
+        return [self._cut(piece, [(0, len(piece))], source) for piece in pieces]
+
+    def _between_specials(self, text: _Text, turn: Span, tokens: list[int]) -> Span | None:
+        """Where a stretch should stand that ends with a special token, by the special tokens alone; to be verified.
+
+        What stands between the special token before it and the stretch is taken for as many tokens as it has alone.
+        """
+        if self.template is None or text.shielded:
+            return None
+        places = np.flatnonzero(self.is_special[tokens])
+        ends = [special.end() for special in self.template.special.finditer(text.text)]
+        before, last = bisect_right(ends, turn[0]) - 1, bisect_left(ends, turn[1])
+        if len(places) != len(ends) or before < 0 or last == len(ends) or ends[last] != turn[1]:
+            return None
+        between = text.text[ends[before] : turn[0]]
+        if between not in self._tokens_between:
+            self._tokens_between[between] = len(self.tokenizer.encode(between, add_special_tokens=False).ids)
+        return int(places[before]) + 1 + self._tokens_between[between], int(places[last]) + 1
+
+    def _tokens_of(self, text: _Text, turn: Span, found: _Tokens) -> Span:
+        """Tokens of a stretch of the text.
+
+        Raises:
+            BadRow: if they do not decode to it.
+        """
+        plain = self._between_specials(text, turn, found.ids)
+        if plain and text.text[slice(*turn)] == self.tokenizer.decode(
+            found.ids[slice(*plain)], skip_special_tokens=False
+        ):
+            return plain
+        tokens, offsets = found.ids, found.offsets()
+        first, end = bisect_left(offsets, (turn[0], -1)), bisect_left(offsets, (turn[1], -1))
+        # a token that begins before the stretch belongs to it, unless it is a special one that swallowed white space
+        while first > 0 and offsets[first - 1][1] > turn[0] and tokens[first - 1] not in self.special_ids:
+            first -= 1
+        begins = min(offsets[first][0], turn[0]) if first < end else turn[0]
+        meant = text.text[begins : turn[1]]
+        if text.shielded:
+            meant = "".join(self.special_of.get(character, character) for character in meant)
+        decoded = self.tokenizer.decode(list(tokens[first:end]), skip_special_tokens=False)
+        if decoded != meant and _without_spaces(decoded) != _without_spaces(meant):
+            raise BadRow(
+                f"the tokenizer cannot represent an answer: {_short(meant)} becomes {_short(decoded)}; set "
+                "model.tokenizer to one that knows its characters"
+            )
+        return first, end
+
+    def _cut(
+        self, tokens: list[int], spans: list[Span], source: str, prompt_tokens: int = 0, question: str = ""
+    ) -> Row:
+        """A row no longer than ``max_length``, whose first token is not trained."""
+        spans = [(max(first, 1), min(end, self.max_length)) for first, end in spans]
+        return Row(
+            np.array(tokens[: self.max_length], np.int32),
+            [(first, end) for first, end in spans if first < end],
+            source,
+            prompt_tokens=prompt_tokens if prompt_tokens < self.max_length else 0,
+            question=question,
+            uncut_tokens=len(tokens),
+        )
+
+
+def _offsets(found: Encoding) -> list[Span]:
+    return found.offsets
+
+
+def _without_spaces(text: str) -> str:
+    """Text as tokenizers agree on it: some bring characters to one form, and some take or add spaces at the edges."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")

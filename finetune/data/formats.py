@@ -1,0 +1,233 @@
+"""A record to an example: the formats that fine-tuning data come in, brought to one form.
+
+``detect`` names the format by the keys of a record, ``convert`` gives the example or says why there is none.
+Limits: text only; keys that no chat template renders (scores, ids of the row, dates) are left out.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.messages import canonical_messages, canonical_tools, check_characters, parsed
+from finetune.errors import BadRow
+
+FORMATS = ("messages", "sharegpt", "alpaca", "prompt-completion", "text")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is trained: a conversation, or a text after a prompt."""
+
+    messages: list[dict[str, Any]] | None
+    """Each with ``role``, ``content`` (a string), ``tool_calls`` where there are any, and its other string keys;
+    ``None`` for plain text."""
+    tools: list[dict[str, Any]] | None = None
+    """Definitions of the tools that the conversation may call."""
+    untrained: frozenset[int] = frozenset()
+    """Indices of assistant messages that are not trained."""
+    prompt: str = ""
+    """Plain text that is not trained."""
+    completion: str = ""
+    """Plain text that is trained."""
+    ends: bool = True
+    """Whether the text ends here, so that an end-of-sequence token follows."""
+
+
+def detect(value: Any) -> str | None:
+    """The format of a record by its keys, one of ``FORMATS``; ``None`` if none fits. A key with null is no key."""
+    if not isinstance(value, dict):
+        return None
+    keys = {key for key, item in value.items() if item is not None}
+    if "messages" in keys or ("conversations" in keys and not {"chosen", "rejected"} <= keys):
+        turns = _turns(value)
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
+    if {"instruction", "output"} <= keys:
+        return "alpaca"
+    if {"prompt", "completion"} <= keys:
+        return "prompt-completion"
+    return "text" if "text" in keys else None
+
+
+def convert(value: Any, format: str) -> Example:
+    """The example that a record stands for.
+
+    Args:
+        format: one of ``FORMATS``, or ``auto`` to detect it per record.
+
+    Raises:
+        BadRow: if the record is not of the format, or holds nothing that can be trained, with the reason.
+    """
+    name = detect(value) if format == "auto" else format
+    if not isinstance(value, dict):
+        raise BadRow("the row is not an object")
+    if name is None:
+        raise BadRow(_unknown(value))
+    return _CONVERTERS[name](value)
+
+
+def _unknown(value: dict[str, Any]) -> str:
+    if value.get("chosen") is not None and value.get("rejected") is not None:
+        return (
+            "the row is a preference pair (chosen and rejected), not an example for supervised fine-tuning; "
+            "make conversations of the chosen answers first"
+        )
+    return (
+        f"the row has {_seen(value)}, which is none of the known formats: messages (key messages), "
+        "sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text)"
+    )
+
+
+def _seen(value: dict[str, Any]) -> str:
+    names = [repr(key)[:40] + (" (null)" if item is None else "") for key, item in value.items()]
+    return f"the keys {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}" if names else "no keys"
+
+
+def _require(value: dict[str, Any], format: str, keys: Iterable[str]) -> None:
+    for key in keys:
+        if value.get(key) is None:
+            raise BadRow(f"the key `{key}` is missing, which the format {format} needs; the row has {_seen(value)}")
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str) or not text.strip():
+        raise BadRow(f"the key `{key}` holds no text")
+    return text
+
+
+def _optional_text(value: dict[str, Any], key: str) -> str:
+    """A text that may be absent; blank, as tables give it, is absent too."""
+    text = value.get(key) or ""
+    if not isinstance(text, str):
+        raise BadRow(f"the key `{key}` holds no text")
+    return text if text.strip() else ""
+
+
+def _turns(value: dict[str, Any]) -> Any:
+    """The turns of a conversation, as they stand or parsed from JSON text (a table holds nothing else)."""
+    turns = value.get("messages")
+    if turns is None:
+        turns = value.get("conversations")
+    return parsed(turns) if isinstance(turns, str) else turns
+
+
+def _conversation(
+    turns: Any, value: dict[str, Any], *, key: str = "messages", untrained_until: int = 0, system: str = ""
+) -> Example:
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(f"the key `{key}` holds no list of messages")
+    messages, untrained = canonical_messages(turns)
+    untrained |= {i for i in range(untrained_until) if messages[i]["role"] == "assistant"}
+    if not system:
+        return _example(messages, value, untrained)
+    if messages[0]["role"] == "system":
+        raise BadRow("there is a key `system` beside a system message; keep one of them")
+    [first], _ = canonical_messages([{"role": "system", "content": system}])
+    return _example([first, *messages], value, {i + 1 for i in untrained})
+
+
+def _example(messages: list[dict[str, Any]], value: dict[str, Any], untrained: set[int]) -> Example:
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("there is no assistant turn, so nothing to train on")
+    if all(message["role"] in ("system", "developer") for message in messages[: answers[0]]):
+        raise BadRow("it begins with the assistant, so there is nothing that its answer could follow from")
+    if untrained.issuperset(answers):
+        raise BadRow("every assistant turn is marked as not to be trained")
+    tools = canonical_tools(value)
+    return Example(messages, tools, frozenset(untrained))
+
+
+def _from_messages(value: dict[str, Any]) -> Example:
+    key = "conversations" if value.get("messages") is None and value.get("conversations") is not None else "messages"
+    _require(value, "messages", [key])
+    return _conversation(_turns(value), value, key=key, system=_optional_text(value, "system"))
+
+
+def _from_sharegpt(value: dict[str, Any]) -> Example:
+    key = "messages" if value.get("conversations") is None and value.get("messages") is not None else "conversations"
+    _require(value, "sharegpt", [key])
+    turns = _turns({"messages": value[key]})
+    if isinstance(turns, list):
+        turns = [_from_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    return _conversation(turns, value, key=key, system=_optional_text(value, "system"))
+
+
+def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise BadRow(f"message {number} is not an object with from and value")
+    speaker = turn.get("from")
+    role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        seen = f"is from {repr(speaker)[:40]}" if isinstance(speaker, str) else "has no key `from` with a text"
+        raise BadRow(f"message {number} {seen}; known are {', '.join(_SHAREGPT_ROLES)}")
+    message = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    if speaker != "function_call":
+        return {**message, "role": role, "content": turn.get("value")}
+    calls = turn.get("value")
+    if isinstance(calls, str):
+        calls = parsed(calls)
+    if not isinstance(calls, dict | list) or not calls:
+        raise BadRow(f"message {number} (function_call) is no JSON with a name and arguments")
+    return {**message, "role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _from_alpaca(value: dict[str, Any]) -> Example:
+    _require(value, "alpaca", ["instruction", "output"])
+    turns: list[dict[str, Any]] = []
+    history = value.get("history") or []
+    if not isinstance(history, Sequence) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise BadRow("the key `history` holds no list of pairs [user, assistant]")
+    for question, answer in history:
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    input = _optional_text(value, "input")
+    instruction = _text(value, "instruction")
+    turns.append({"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction})
+    turns.append({"role": "assistant", "content": _text(value, "output")})
+    return _conversation(turns, value, system=_optional_text(value, "system"))
+
+
+def _from_prompt_completion(value: dict[str, Any]) -> Example:
+    _require(value, "prompt-completion", ["prompt", "completion"])
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation([*prompt, *completion], value, key="prompt", untrained_until=len(prompt))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise BadRow("prompt and completion are neither both texts nor both lists of messages")
+    return _plain(_text(value, "prompt"), _text(value, "completion"), ends=True)
+
+
+def _from_text(value: dict[str, Any]) -> Example:
+    _require(value, "text", ["text"])
+    return _plain("", _text(value, "text"), ends=value.get("ends") is not False)
+
+
+def _plain(prompt: str, completion: str, *, ends: bool) -> Example:
+    for text, key in ((prompt, "prompt"), (completion, "completion" if prompt else "text")):
+        check_characters(text, f"the key `{key}`")
+    return Example(None, prompt=prompt, completion=completion, ends=ends)
+
+
+_CONVERTERS: dict[str, Callable[[dict[str, Any]], Example]] = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+    "prompt-completion": _from_prompt_completion,
+    "text": _from_text,
+}

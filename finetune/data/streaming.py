@@ -1,0 +1,181 @@
+"""Batches straight from the files, for corpora that are not worth a cache: nothing is kept, memory stays bounded.
+
+Every process reads, tokenises and packs the whole stream, and so knows the trained tokens of each step without asking;
+the rows of a step depend on files and seed alone, whatever the number of processes. Limits: a later step is reached by
+reading up to it, and rows are shuffled within a window only.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count, islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.cache import key_of
+from finetune.data.batches import Batch, sources_of
+from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding_workers import Encoded, Settings, encoded, hash_of
+from finetune.data.packing import pack
+from finetune.data.sampler import positions_in
+from finetune.data.sources import Source, extent
+from finetune.errors import InputError, RunStopped
+
+WINDOW = 1000
+"""Documents that are shuffled, and packed, among each other."""
+
+
+class Stream:
+    """The batches of a run, in order; used as ``batches.Batches`` is, but one step after the other.
+
+    Args:
+        steps: optimizer steps of the run.
+        vocabulary: tokens that the model knows.
+        skip_bad_rows: leave out what cannot be used, or stop the run there.
+
+    Raises:
+        InputError: if there is no row to train on.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Settings,
+        *,
+        packing: bool,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        steps: int,
+        vocabulary: int,
+        skip_bad_rows: bool,
+    ) -> None:
+        self.entries, self.settings, self.packing = entries, settings, packing
+        self.encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
+        self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
+        self.steps, self.vocabulary, self.skip_bad_rows = steps, vocabulary, skip_bad_rows
+        self._rejected: list[str] = []
+        self.next_step = 1
+        self.current: list[list[Row]] = []
+        windows = self._windows()
+        try:
+            self.first_window = next(windows)  # so that what is wrong with the files is told before the run begins
+        except RunStopped as error:
+            raise InputError(str(error)) from error
+        rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
+        names = [[entry.path, entry.subset, entry.split, entry.weight, extent(entry)] for entry in entries]
+        self.fingerprint = key_of([names, vars(settings), rows])
+        """Hash of what is read, as far as it is known before: names, sizes, settings, and the first window."""
+        self._places = self._shuffled(windows)
+
+    @property
+    def mean_document_tokens(self) -> float:
+        """Of the first window."""
+        return sum(len(row.tokens) for row in self.first_window) / len(self.first_window)
+
+    def describe(self) -> list[str]:
+        """Lines for the run's output."""
+        names = ", ".join(entry.path for entry in self.entries)
+        packed = f", packed into rows of {self.settings.max_length:,} tokens" if self.packing else ""
+        return [f"streaming {names}: nothing is cached; rows are shuffled {WINDOW:,} documents at a time{packed}"]
+
+    def step(self, step: int) -> Batch:
+        """The rows of an optimizer step, from 1; steps before it are read and passed over.
+
+        Raises:
+            RunStopped: at a row that cannot be used, where none may be left out.
+        """
+        assert step >= self.next_step, "a stream does not go back"
+        while self.next_step <= step:
+            self.current = list(islice(self._places, self.global_batch_size))
+            self.next_step += 1
+        lengths = [sum(len(row.tokens) for row in documents) for documents in self.current]
+        places = list(range(self.global_batch_size))
+        return Batch(
+            places,
+            trained_tokens=sum(row.trained_tokens for documents in self.current for row in documents),
+            tokens=sum(lengths),
+            total_tokens=positions_in(places, lengths, self.micro_batch_size, padded=not self.packing),
+            sources=partial(sources_of, self.current),
+        )
+
+    def documents(self, place: int) -> list[Row]:
+        """The documents of a row of the current step."""
+        return self.current[place]
+
+    def newly_rejected(self) -> list[str]:
+        """Records that are not trained, as lines of JSON, each told once."""
+        lines, self._rejected = self._rejected, []
+        return lines
+
+    def heaviest(self) -> list[list[Row]]:
+        """The largest micro-batch that can come: full rows."""
+        full = np.zeros(self.settings.max_length, np.int32)
+        row = Row(full, [(1, len(full))], f"rows of data.max_length {len(full)}")
+        return [[row]] * self.micro_batch_size
+
+    def _shuffled(self, windows: Iterator[list[Row]]) -> Iterator[list[Row]]:
+        window, number = self.first_window, 0
+        while True:
+            order = np.random.default_rng([self.seed, number])
+            places = [[row] for row in window]
+            if self.packing:
+                packs = pack(np.array([len(row.tokens) for row in window]), self.settings.max_length)
+                places = [[window[int(i)] for i in packs[number]] for number in range(len(packs))]
+            for place in order.permutation(len(places)):
+                yield places[place]
+            window, number = next(windows), number + 1
+
+    def _windows(self) -> Iterator[list[Row]]:
+        """Windows of documents, pass after pass over the sources; the last of a pass may be smaller."""
+        for number in count():
+            rows = self._one_pass(is_first=number == 0)
+            found = False
+            while window := list(islice(rows, WINDOW)):
+                found = True
+                yield window
+            if not found:
+                names = ", ".join(entry.path for entry in self.entries)
+                raise InputError(f"{names}: no row can be trained; look at the files with: finetune data.")
+
+    def _one_pass(self, *, is_first: bool) -> Iterator[Row]:
+        """The rows of all sources; those whose weight is above 1 again behind, so that copies do not meet."""
+        for copy in range(math.ceil(max(entry.weight for entry in self.entries))):
+            entries = [entry for entry in self.entries if entry.weight > copy]
+            for batch in encoded(entries, self.encoder, self.settings, streaming=True):
+                if is_first and copy == 0:
+                    self._reject(batch)
+                for row, origin in zip(batch.rows, batch.origins):
+                    self._refuse_if_unknown(row)
+                    left = entries[origin].weight - copy
+                    if left >= 1 or hash_of(row.tokens.tobytes()) / 2.0**64 < left:
+                        yield row
+
+    def _reject(self, batch: Encoded) -> None:
+        for _, refused, for_want_of_room in sorted(batch.refused, key=lambda entry: entry[0]):
+            self._rejected.append(json.dumps(vars(refused)))
+            if not (self.skip_bad_rows or for_want_of_room):
+                raise RunStopped(
+                    f"{refused.source}: {refused.reason}. The run stops at this row; mend it, or leave such rows out "
+                    "with --data.on_bad_row skip."
+                )
+
+    def _refuse_if_unknown(self, row: Row) -> None:
+        if (largest := int(row.tokens.max())) >= self.vocabulary:
+            raise InputError(
+                f"The tokenizer gives token {largest}, but the model knows {self.vocabulary} tokens only; set "
+                "model.tokenizer to the model's own."
+            )
+
+
+def problems(held_out: object, steps: int | None) -> list[str]:
+    """Why a run cannot stream with these settings: the fraction that is held out, and the steps of the run."""
+    found = []
+    if isinstance(held_out, float):
+        found.append(f"data.streaming holds out no fraction, but data.eval is {held_out}; name a file to hold out.")
+    if steps is None:
+        found.append("data.streaming does not know how many rows an epoch has; set train.steps.")
+    return found

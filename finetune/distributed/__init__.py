@@ -1,0 +1,101 @@
+"""DDP, FSDP2 and DeepSpeed ZeRO: the only place that knows them by name.
+
+``strategy`` (what the launch asks for, and whether it can work), ``gpus`` (those of the launch), ``setup`` (process
+group, Accelerator, preparation, end), ``weight_loading`` (where weights are read to, and by whom), ``active`` (what is
+really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``flat_shards`` (which
+elements of a parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
+checkpoints hold them), ``loss_scale`` (of fp16, to go on with), ``interruption`` (signals, lost processes),
+``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ parts, built once), ``launch_environment``
+(what ``accelerate launch`` makes of a strategy file, for notebooks and tests).
+Which strategy goes with what stands in ``finetune.config.compatibility``.
+
+The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
+of it is read here, checked, brought to one numerical policy, and proven active after preparation.
+
+The policy: trained parameters have fp32 master weights and fp32 optimizer state; computation runs in the
+launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32; the gradient norm is the
+norm before clipping, of unscaled gradients. Where each part comes from:
+
+=========  ==========================  =================================  ==========================
+part       single, ddp                 fsdp2, hsdp                        zero1, zero2, zero3
+=========  ==========================  =================================  ==========================
+masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
+compute    autocast                    ``MixedPrecisionPolicy``           parameters in bf16 or fp16
+gradients  fp32                        reduced in fp32                    ``data_types``, communication
+                                                                          in fp32
+clipping   ``clip_grad_norm_``         the same, over DTensors            inside the engine's step
+=========  ==========================  =================================  ==========================
+
+On a machine without a GPU the same classes run on CPU over gloo, as a rehearsal of the launch.
+"""
+
+from finetune.distributed.active import (
+    active_name,
+    full_parameters,
+    fuses,
+    peak_flops_of,
+    trained_shapes,
+    working_parameters,
+)
+from finetune.distributed.deepspeed_ops import prepare_import
+from finetune.distributed.gpus import machines_of
+from finetune.distributed.interruption import Interruption, name_of
+from finetune.distributed.long_timeout import long_timeout_gather, main_process_writes
+from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
+from finetune.distributed.setup import finish, leave, prepare, start
+from finetune.distributed.sharded_state import (
+    Piece,
+    make_optimizer_state,
+    optimizer_steps,
+    pieces,
+    set_optimizer_steps,
+    sync_compute_weights,
+)
+from finetune.distributed.sharding import sharding_of
+from finetune.distributed.strategy import (
+    Strategy,
+    compute_dtype,
+    describe,
+    launcher_of,
+    native_precision,
+    problems,
+    was_restarted,
+)
+from finetune.distributed.weight_loading import loading, loading_device
+
+__all__ = [
+    "Interruption",
+    "Piece",
+    "Strategy",
+    "active_name",
+    "compute_dtype",
+    "describe",
+    "finish",
+    "full_parameters",
+    "fuses",
+    "launcher_of",
+    "leave",
+    "loading",
+    "loading_device",
+    "long_timeout_gather",
+    "loss_scale",
+    "machines_of",
+    "main_process_writes",
+    "make_optimizer_state",
+    "name_of",
+    "native_precision",
+    "optimizer_steps",
+    "peak_flops_of",
+    "pieces",
+    "prepare",
+    "prepare_import",
+    "problems",
+    "restore_loss_scale",
+    "set_optimizer_steps",
+    "sharding_of",
+    "start",
+    "sync_compute_weights",
+    "trained_shapes",
+    "was_restarted",
+    "working_parameters",
+]

@@ -1,0 +1,120 @@
+"""What is really active, read off the prepared model; and whole weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.distributed.sharding import engine_of, sharding_of
+from finetune.distributed.strategy import Strategy
+from finetune.hardware.cards import peak_flops
+
+
+def prove_active(
+    accelerator: Accelerator, strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Hold what is active against what was asked for.
+
+    Raises:
+        RuntimeError: if it is another strategy, another number of processes, or not sharded as it should be.
+    """
+    found = (active_name(model), accelerator.num_processes)
+    if found != (strategy.name, strategy.world_size):
+        raise RuntimeError(
+            f"The launch asked for {strategy.name} with {strategy.world_size} processes, but {found[0]} with "
+            f"{found[1]} is active; nothing was trained. Launch with an unchanged file of accelerate_configs/."
+        )
+    if problem := sharding_of(strategy, model, optimizer).problem():
+        raise RuntimeError(f"Under {strategy.name}, {problem}")
+
+
+def active_name(model: torch.nn.Module) -> str:
+    """The strategy that a prepared model is really under, read off the model itself."""
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if isinstance(model, FSDPModule):
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        if len(meshes) < len(list(model.parameters())):
+            return "fsdp2 with unsharded parameters"
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+        offloads = all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups if g is not None)
+        return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
+    if engine := engine_of(model):
+        devices = {target.device for target in (engine.zero_offload_optimizer(), engine.zero_offload_param()) if target}
+        suffix = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
+        return f"zero{engine.zero_optimization_stage()}{suffix}"
+    return "single"
+
+
+def fuses(accelerator: Accelerator) -> bool:
+    """Whether the optimizer may step in a fused kernel.
+
+    Under a loss scaler the kernel decides by itself to skip a step, which Accelerate then takes for a done one.
+    """
+    return accelerator.device.type == "cuda" and accelerator.scaler is None
+
+
+def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of every trained parameter of a model that is not yet prepared: what a result must hold."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of each trained parameter, one after the other, so that one gathered tensor is alive.
+
+    Every process must run through all of them (gathering is collective). Values are the fp32 masters where
+    there are any.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves some parameters gathered, rounded to the precision of computation
+    if engine := engine_of(model):
+        from deepspeed.utils import safe_get_full_fp32_param
+    for name, parameter in accelerator.unwrap_model(model).named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor):
+            device = parameter.device_mesh.device_type
+            shard: Any = parameter.detach().to(device)
+            yield name, shard.full_tensor()
+        elif engine:
+            yield name, safe_get_full_fp32_param(parameter)
+        else:
+            yield name, parameter.detach()
+
+
+def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of each trained parameter as the model computes with it, one after the other.
+
+    They reach it by another way than the masters of ``full_parameters``, and can be held against them. Collective.
+    """
+    bare = accelerator.unwrap_model(model)
+    sharded: list[tuple[str, Any]] = [
+        (name, module) for name, module in bare.named_modules() if isinstance(module, FSDPModule)
+    ]
+    if sharded:
+        names = {name for name, p in bare.named_parameters() if p.requires_grad}
+        for prefix, module in sharded:
+            module.unshard()
+            for name, parameter in module.named_parameters(prefix):
+                if name in names and not isinstance(parameter, DTensor):
+                    yield name, parameter.detach()
+            module.reshard()
+        return
+    gathered: Callable[[torch.nn.Parameter], AbstractContextManager[object]] = nullcontext
+    if (engine := engine_of(model)) and engine.zero_optimization_stage() == 3:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters as gathered
+    for name, parameter in bare.named_parameters():
+        if parameter.requires_grad:
+            with gathered(parameter):
+                yield name, parameter.detach()
+
+
+def peak_flops_of(accelerator: Accelerator) -> float | None:
+    """Peak FLOP/s of this process's device, where it is known."""
+    return peak_flops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None

@@ -1,0 +1,130 @@
+"""Which stretch of each trained parameter this process holds, and in which tensor it lies there.
+
+Whatever the strategy, it is a contiguous run of elements of the flattened parameter: all of them (one process, DDP),
+rows of its first dimension (FSDP2), or a part of a flat partition that several parameters share (ZeRO).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch.distributed.tensor import DTensor, Shard
+
+from finetune.distributed.sharding import engine_of
+from finetune.distributed.strategy import Strategy
+
+BLOCK = 256
+"""Elements that share one scale in the 8-bit state of bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """The part of a trained parameter that this process holds."""
+
+    name: str
+    """The parameter's, in the bare model."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    begin: int
+    """Its first element's number in the flattened whole."""
+    count: int
+    """Its elements, at least one."""
+    holder: torch.Tensor
+    """What the optimizer steps on and keeps its state by: the parameter itself, or a flat partition of several."""
+    offset: int
+    """Its first element's number in the flattened holder."""
+    keeps_blocks: bool
+    """Whether blocks of ``BLOCK`` elements of the holders are blocks of the whole, on every process."""
+
+
+def trained_parameters(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Name in the bare model and trained parameter, in the model's order."""
+    bare = extract_model_from_parallel(model)
+    return [(name, parameter) for name, parameter in bare.named_parameters() if parameter.requires_grad]
+
+
+def flat_shards(strategy: Strategy, model: torch.nn.Module, *, values: bool) -> Iterator[FlatShard]:
+    """What this process holds of each trained parameter of a prepared model.
+
+    Args:
+        values: those on disk are read for their stretch and written back after it, so that it is good until the next
+            one is asked for. Without, holders on disk are empty.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        for name, parameter in trained_parameters(model):
+            yield from _of_rows(name, parameter) if isinstance(parameter, DTensor) else _of_whole(name, parameter)
+    elif engine.zero_optimization_stage() == 3:
+        yield from _of_own_partitions(strategy, model, engine.optimizer, values)
+    else:
+        yield from _of_common_partitions(strategy, model, engine.optimizer)
+
+
+def _of_whole(name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
+    yield FlatShard(name, tuple(parameter.shape), 0, parameter.numel(), parameter, 0, keeps_blocks=True)
+
+
+def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
+    """FSDP2 and HSDP: equal numbers of rows, of which the last processes may have fewer or none."""
+    assert parameter.placements[-1] == Shard(0), parameter.placements
+    mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    rows, columns = parameter.shape[0], parameter.shape[1:].numel()
+    most = -(-rows // mesh.size(mesh.ndim - 1))
+    first = min(most * coordinates[-1], rows)
+    count = min(most, rows - first) * columns
+    assert parameter.to_local().numel() == count
+    if count:
+        keeps = _keeps_blocks(0, most * columns, rows * columns)
+        yield FlatShard(name, tuple(parameter.shape), first * columns, count, parameter, 0, keeps)
+
+
+def _of_common_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any) -> Iterator[FlatShard]:
+    """ZeRO-1 and ZeRO-2: parameters lie end to end in a flat tensor for each group, of which each process has a part.
+
+    DeepSpeed notes where in ``_hp_mapping``.
+    """
+    for name, parameter in trained_parameters(model):
+        if parameter._hp_mapping is None:
+            continue
+        place, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+        (holder,) = zero.optimizer.param_groups[parameter._hp_mapping.param_group_index]["params"]
+        offset = (strategy.rank * holder.numel() + there.start - place.start) % holder.numel()
+        keeps = _keeps_blocks(offset, holder.numel() - offset, parameter.numel())
+        yield FlatShard(name, tuple(parameter.shape), place.start, place.numel, holder, there.start, keeps)
+
+
+def _of_own_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any, values: bool) -> Iterator[FlatShard]:
+    """ZeRO-3: each parameter is cut into equal parts, the last one padded; those of a process lie end to end."""
+    named = trained_parameters(model)
+    for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        holding: AbstractContextManager[torch.Tensor] = in_memory(zero, group) if values else nullcontext(flat)
+        with holding as holder:
+            for name, parameter in named:
+                own_group, offset, part = zero.grad_position[zero.get_param_id(parameter)]
+                begin = strategy.rank * part
+                count = min(part, parameter.ds_numel - begin)
+                if own_group == group and count > 0:
+                    keeps = _keeps_blocks(offset, part, parameter.ds_numel)
+                    yield FlatShard(name, tuple(parameter.ds_shape), begin, count, holder, offset, keeps)
+
+
+@contextmanager
+def in_memory(zero: Any, group: int) -> Iterator[torch.Tensor]:
+    """A flat partition of ZeRO-3 and its state: read from disk if it lies there, and written back at the end."""
+    swapped = zero._swappable_optimizer_subgroup(group)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    try:
+        yield zero.fp32_partitioned_groups_flat[group]
+    finally:
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def _keeps_blocks(offset: int, first_cut: int, elements: int) -> bool:
+    """Whether a parameter begins with a block where it begins, and is cut between blocks if at all."""
+    return offset % BLOCK == 0 and (first_cut >= elements or first_cut % BLOCK == 0)

@@ -1,0 +1,20 @@
+"""The GPUs of a launch, for the planner."""
+
+import os
+
+import torch
+
+from finetune.distributed.strategy import Strategy
+from finetune.hardware.cards import Machines, lookup
+
+
+def machines_of(strategy: Strategy) -> Machines | None:
+    """The machines of a launch, taken to be like this one; None in a rehearsal without a GPU."""
+    if strategy.rehearsal:
+        return None
+    properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    gpu = lookup(properties.name, properties.total_memory)
+    if strategy.world_size % processes:  # machines of different sizes: as if every GPU stood alone
+        return Machines(gpu, 1, strategy.world_size)
+    return Machines(gpu, processes, strategy.world_size // processes)

@@ -1,0 +1,152 @@
+"""What ends a run from outside while it trains: signals, the launcher's end, and a process that is lost.
+
+A signal to any process is agreed on by all at the next step boundary, so that they save and end together; the same
+signal once more has the effect that it would have had without the run: it ends its process at once, and Ctrl-C in a
+notebook raises KeyboardInterrupt. A process that dies takes the others of its machine along within a second: waiting
+in a collective for one that is gone would last until a time limit. Before training, see ``finetune.start_up``.
+
+A thread looks, because the main thread may stand in a collective, where Python handles no signal. Limit: a process that
+is lost on another machine is not seen; what waits for it ends with the collective.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+
+from finetune import start_up
+from finetune.distributed.long_timeout import gathered, long_timeout_group
+from finetune.distributed.strategy import Strategy
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_SECONDS = 2.0
+"""Signals that follow one another this closely are one: a terminal and the launcher both pass on a Ctrl-C."""
+LAUNCHER_ENDED = 127
+"""Stands among the numbers of signals for the end of the launcher."""
+
+
+class Interruption:
+    """Looks out for lost processes between ``with`` and its end, which all processes enter together; and for signals
+    from ``take_signals`` on. Nothing is left of it afterwards."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.world_size = strategy.world_size
+        self.asked = 0
+        """Number of the signal that this process got; 0 for none."""
+        self._launcher = strategy.parent if start_up.was_launched() else None
+        self._asked_at: dict[int, float] = {}
+        self._earlier: dict[int, Any] = {}
+        """Handlers that the signals had before."""
+        self._ends = False
+
+    def __enter__(self) -> "Interruption":
+        self._group = long_timeout_group() if self.world_size > 1 else None
+        self._others = [psutil.Process(pid) for pid in self._other_processes()]
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._look, name="interruption", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._earlier:
+            for number, handler in self._earlier.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._earlier_wakeup)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+        if self._group is not None and error is None:
+            dist.destroy_process_group(self._group)
+
+    def take_signals(self) -> None:
+        """From here on a signal is noted, for the run to save before it ends; collective, so that no process trains
+        while a signal would still end another."""
+        if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
+            self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
+            self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            for number in SIGNALS:
+                signal.signal(number, self._pass_by)
+        self.gather(None)
+
+    def agree(self, *flags: int) -> list[int]:
+        """The largest of each flag over all processes; collective, and the same everywhere."""
+        if self._group is None:
+            return list(flags)
+        largest = torch.tensor(flags)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return [int(flag) for flag in largest]
+
+    def gather(self, value: str | None) -> list[str | None]:
+        """The value of each process, known to all; collective, and however long the others take."""
+        return gathered(value, self._group)
+
+    def expect_the_end(self) -> None:
+        """From here on processes may end, one after the other; collective."""
+        self._ends = True
+        self.gather(None)
+
+    def _other_processes(self) -> list[int]:
+        """Process ids of the other processes of this run on this machine."""
+        if self.world_size == 1:
+            return []
+        machine = [str(psutil.boot_time())]
+        if sys.platform == "linux":  # containers number their processes each for itself
+            machine = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        everyone = gather_object([(machine, os.getpid())])
+        return [pid for where, pid in everyone if where == machine and pid != os.getpid()]
+
+    def _look(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read], [], [], start_up.LOOK_SECONDS)
+            for number in os.read(self._read, 64) if ready else b"":
+                if number == 0:
+                    return
+                if number in SIGNALS:
+                    self._ask(number)
+            if not self._ends and not all(map(_is_alive, self._others)):
+                start_up.end(
+                    "error: another process of this run has ended, so this one ends too.",
+                    start_up.EXIT_CODE_OF_A_LOST_RUN,
+                )
+            if self._launcher not in (None, os.getppid()):  # it is gone, and another process has adopted this one
+                self.asked = self.asked or LAUNCHER_ENDED
+
+    def _ask(self, number: int) -> None:
+        now = time.monotonic()
+        if now - self._asked_at.setdefault(number, now) > SAME_SECONDS and not self._is_handed_back(number):
+            os._exit(128 + number)
+        self.asked = self.asked or number
+
+    def _pass_by(self, number: int, frame: FrameType | None) -> None:
+        """Python's side of a signal, which the thread takes."""
+        if self._is_handed_back(number):
+            signal.signal(number, self._earlier[number])
+
+    def _is_handed_back(self, number: int) -> bool:
+        """Whether the second signal goes to Python code that took it before: to that of a notebook, for Ctrl-C. Where
+        there are several processes it would be raised in one of them, which may stand in a collective."""
+        return self.world_size == 1 and callable(self._earlier[number])
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def name_of(asked: int) -> str:
+    """What asked a run to end, in words."""
+    return "the end of the launcher" if asked == LAUNCHER_ENDED else signal.Signals(asked).name

@@ -1,0 +1,264 @@
+"""Process group, Accelerator and preparation, brought to one numerical policy under every strategy; and the end."""
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from finetune.distributed import deepspeed_ops
+from finetune.distributed.active import prove_active
+from finetune.distributed.strategy import Strategy, compute_dtype
+from finetune.errors import InputError
+from finetune.hardware import cores
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that DeepSpeed reduces at a time. Its own 500 million take gigabytes of each GPU, of adapters too."""
+
+
+def start(
+    strategy: Strategy,
+    *,
+    accumulation: int,
+    micro_batch_size: int,
+    max_grad_norm: float,
+    optimizer: str,
+    weights: str,
+    largest_parameter: Callable[[], int],
+    offload_folder: Path,
+) -> Accelerator:
+    """Join the process group and make the Accelerator of this run.
+
+    Args:
+        accumulation: micro-batches of one process in an optimizer step.
+        micro_batch_size: rows of a micro-batch (DeepSpeed wants to know it).
+        max_grad_norm: 0 for no clipping.
+        optimizer: the recipe's name of it.
+        weights: ``fp32_master`` or ``bf16``.
+        largest_parameter: tells the elements of the model's largest parameter.
+        offload_folder: where ZeRO's NVMe offload keeps its files, unless
+            ``ACCELERATE_DEEPSPEED_OFFLOAD_{PARAM,OPTIMIZER}_NVME_PATH`` name a folder on a faster disk.
+    """
+    if strategy.rehearsal:
+        share_cores(strategy)
+        deepspeed_ops.prepare_import()  # Accelerate imports DeepSpeed under every strategy
+    if strategy.name.endswith("_nvme"):
+        for what in ("PARAM", "OPTIMIZER"):
+            os.environ.setdefault(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH", str(offload_folder))
+    if strategy.is_deepspeed:
+        deepspeed_ops.build(cpu=strategy.rehearsal, offload=_offloads(strategy), nvme=strategy.name.endswith("_nvme"))
+        logger = logging.getLogger("DeepSpeed")
+        logger.setLevel(logging.ERROR)  # without its notes on defaults that we set on purpose
+        # DeepSpeed 0.19 calls collectives by names that PyTorch 2.13 has replaced
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    if strategy.replicas > 1:
+        # Accelerate 1.15 slices its mesh in a way that later versions of PyTorch will not allow
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh", category=UserWarning)
+    _forget_earlier_runs()
+    _join_apart_from_earlier_attempts(strategy)
+    # counted before ZeRO-3 is known to transformers, which would partition the model that is counted
+    buffer_elements = largest_parameter() if strategy.name.endswith("_nvme") else 0
+    if strategy.rehearsal and (strategy.is_fsdp or strategy.is_deepspeed):
+        _join_over_gloo(strategy)
+    accelerator = Accelerator(
+        # bf16 weights are computed with as they are: nothing to cast, no master to keep
+        mixed_precision="no" if weights == "bf16" and not strategy.is_deepspeed else strategy.mixed_precision,
+        cpu=strategy.rehearsal and strategy.name in ("single", "ddp"),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulation,
+            # the default ends accumulation early at the end of a data loader and shifts the gradient of that step
+            sync_with_dataloader=False,
+            # otherwise FSDP holds the gradients of the whole model on every process until the last micro-batch
+            sync_each_batch=strategy.is_fsdp,
+        ),
+        parallelism_config=_parallelism(strategy),
+        # otherwise it keeps every gradient twice
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if strategy.is_fsdp:
+        _configure_fsdp(accelerator, strategy, weights)
+    if strategy.is_deepspeed:
+        _configure_deepspeed(accelerator, micro_batch_size, max_grad_norm, optimizer, weights)
+    if buffer_elements:
+        _size_buffers(accelerator, buffer_elements)
+    return accelerator
+
+
+def share_cores(strategy: Strategy) -> None:
+    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS says how many threads each takes."""
+    if multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)  # forked from a notebook, it hangs if it starts OpenMP threads after its parent did
+    elif "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+        torch.set_num_threads(max(1, cores.usable() // local_processes))
+
+
+def _offloads(strategy: Strategy) -> bool:
+    return strategy.name.endswith(("_offload", "_nvme"))
+
+
+def _join_apart_from_earlier_attempts(strategy: Strategy) -> None:
+    """Join the process group of a launch that was restarted under names of its own.
+
+    A launcher that restarts its processes (``--max_restarts``) keeps the store in which they find one another, where
+    the addresses of the dead ones still stand (pytorch/pytorch#135712, seen in PyTorch 2.13).
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(strategy.world_size)  # others count their own attempts
+    if attempt == "0" or not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, strategy.world_size, is_master=False)
+    dist.init_process_group(
+        "gloo" if strategy.rehearsal else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+    )
+
+
+def _join_over_gloo(strategy: Strategy) -> None:
+    """Accelerate switches FSDP on for GPUs only, and starts DeepSpeed without a backend where there is none.
+
+    Its process state, created here with gloo, is what its Accelerator takes up. Until Accelerate knows FSDP on
+    CPU (1.15 does not), FSDP also needs the type of a multi-GPU launch.
+    """
+    with _without_chatter():
+        state = PartialState(backend="gloo")
+    if strategy.is_fsdp:
+        state.distributed_type = DistributedType.MULTI_GPU
+
+
+def _without_chatter() -> contextlib.AbstractContextManager[object]:
+    """DeepSpeed prints which operation was built, and how much memory is used at four points of its set-up."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _parallelism(strategy: Strategy) -> ParallelismConfig | None:
+    if strategy.replicas == 1:
+        return None
+    return ParallelismConfig(dp_replicate_size=strategy.replicas, dp_shard_size=strategy.shards)
+
+
+def _configure_fsdp(accelerator: Accelerator, strategy: Strategy, weights: str) -> None:
+    plugin = accelerator.state.fsdp_plugin
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype(strategy, weights), reduce_dtype=torch.float32
+    )
+    if strategy.rehearsal and _offloads(strategy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
+
+
+def _configure_deepspeed(
+    accelerator: Accelerator, micro_batch_size: int, max_grad_norm: float, optimizer: str, weights: str
+) -> None:
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    clipping = config.get("gradient_clipping", "auto")
+    if clipping not in ("auto", max_grad_norm):
+        raise InputError(
+            f"The launch file clips gradients at {clipping} and the recipe at {max_grad_norm}; take gradient_clipping "
+            "out of the launch file, train.max_grad_norm decides."
+        )
+    config["gradient_clipping"] = max_grad_norm  # left out, Accelerate makes 1.0 of it
+    config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET_ELEMENTS
+    if config["bf16"]["enabled"] or config["fp16"]["enabled"]:
+        config["communication_data_type"] = "fp32"
+        if weights == "bf16":
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        else:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if optimizer != "adamw":
+        config["zero_force_ds_cpu_optimizer"] = False  # its CPU optimizers are Adam, Adagrad and Lion
+
+
+def _size_buffers(accelerator: Accelerator, elements: int) -> None:
+    """Fit the buffers of the NVMe swap to the model: the default, 100 million elements each, is too small for the
+    embedding of a large model, and gigabytes too many for a small one."""
+    plugin = accelerator.state.deepspeed_plugin
+    offload = plugin.deepspeed_config["zero_optimization"]["offload_param"]
+    if offload["device"] == "nvme":
+        offload["buffer_size"] = elements
+        plugin.set_deepspeed_weakref()  # transformers reads the weights by a copy of the configuration
+
+
+def prepare(
+    accelerator: Accelerator,
+    strategy: Strategy,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    weights: str,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Shard or wrap model and optimizer as the launch asked, and prove that it happened.
+
+    Raises:
+        RuntimeError: if the strategy that was asked for is not the one that is active.
+    """
+    if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    with _without_chatter():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    prove_active(accelerator, strategy, model, optimizer)
+    return model, optimizer
+
+
+def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -> None:
+    """Leave the process group and remove the files of NVMe offload; a later run in this process starts anew."""
+    accelerator.wait_for_everyone()
+    if strategy.name.endswith("_nvme") and accelerator.is_local_main_process and offload_folder.exists():
+        shutil.rmtree(offload_folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if strategy.is_deepspeed:
+        _restore_linear()
+    _forget_earlier_runs()
+
+
+def _restore_linear() -> None:
+    """ZeRO-3 puts a function of its own in the place of ``torch.nn.functional.linear``, until it is reset by hand."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    torch.nn.functional.linear = getattr(
+        InsertPostInitMethodToModuleSubClasses, "linear_bk", torch.nn.functional.linear
+    )
+
+
+def _forget_earlier_runs() -> None:
+    """Accelerate and transformers keep the settings of a run for the whole process; a notebook runs several."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def leave(code: int) -> None:
+    """End this process with an exit code, past the destructors of the communication libraries.
+
+    A process that ends the ordinary way sometimes aborts ("terminate called without an active exception")
+    after everything was done, which the launcher reports as a failed run. After an error, leaving the group in
+    good order could wait for processes that do not come.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,223 @@
+"""The state of training as flat stretches of tensors, the same under every strategy: what a checkpoint holds.
+
+``pieces`` gives live views of the trained parameters (fp32 masters where there are any) and of their optimizer state.
+Reading them is what saving needs; to load, ``make_optimizer_state``, overwrite them, ``set_optimizer_steps`` and
+``sync_compute_weights``. 8-bit state is quantised in blocks of 256 elements of what this process holds; where those are
+not blocks of the whole tensor, its pieces have names that only the same launch looks for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards, in_memory
+from finetune.distributed.sharding import engine_of
+from finetune.distributed.strategy import Strategy
+from finetune.errors import InputError
+from finetune.optim.optimizer import state_of
+from finetune.optim.rounding import local_shard
+
+LEFT_OUT = ("step", "RMS", "qmap1", "qmap2")
+"""Entries of an optimizer's state that are no pieces: its steps go by ``optimizer_steps``, the others are computed."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a flattened tensor that this process holds."""
+
+    name: str
+    """``weights/<parameter name>`` or ``optimizer/<state key>/<parameter name>``."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    begin: int
+    """Its first element's number in the flattened whole."""
+    values: torch.Tensor
+    """Shape (elements,): a live view. Reading gives what training uses, writing into it changes that."""
+    written: tuple[int, int]
+    """First and end of those ``values`` that this process writes (perhaps none), so that all processes together write
+    each element of the whole once."""
+
+
+def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+    """Trained parameters and their optimizer state, in the same order at every call.
+
+    A piece is good until the next one is asked for. Run through all of them: what lies on disk is written back.
+
+    Args:
+        model, optimizer: as ``prepare`` returned them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves some parameters gathered
+    inner = _inner(model, optimizer)
+    for stretch in flat_shards(strategy, model, values=True):
+        first, end = stretch.offset, stretch.offset + stretch.count
+        values = _flat(stretch.holder)[first:end]
+        yield _piece(strategy, f"weights/{stretch.name}", stretch.shape, stretch.begin, values)
+        state = state_of(inner, stretch.holder)
+        for key, value in state.items():
+            if key not in LEFT_OUT:
+                yield _state_piece(strategy, stretch, key, value, blockwise=f"absmax{key[-1]}" in state)
+
+
+def _state_piece(strategy: Strategy, stretch: FlatShard, key: str, value: torch.Tensor, *, blockwise: bool) -> Piece:
+    """One tensor of optimizer state: an element for each of the parameter, one for each block, or of its own shape."""
+    name, shape, begin, flat = f"optimizer/{key}/{stretch.name}", stretch.shape, stretch.begin, _flat(value)
+    first, end = stretch.offset, stretch.offset + stretch.count
+    held = local_shard(stretch.holder).numel()
+    if key.startswith("absmax"):
+        first, end = first // BLOCK, -(-end // BLOCK)
+        shape, begin = (-(-torch.Size(shape).numel() // BLOCK),), begin // BLOCK
+    elif flat.numel() != held:
+        assert stretch.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
+        first, end, shape = 0, flat.numel(), tuple(value.shape)
+    if blockwise and not stretch.keeps_blocks:
+        name += f"@{strategy.name}, {strategy.world_size} processes, shard {strategy.shard}"
+        shape, begin = (end - first,), 0
+    return _piece(strategy, name, shape, begin, flat[first:end])
+
+
+def _piece(strategy: Strategy, name: str, shape: tuple[int, ...], begin: int, values: torch.Tensor) -> Piece:
+    """The processes that hold the same stretch write equal parts of it."""
+    replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
+    first, end = (values.numel() * number // replicas for number in (replica, replica + 1))
+    return Piece(name, shape, begin, values, (first, end))
+
+
+def make_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the optimizer would make at its first step, where it has none yet; nothing else changes.
+
+    By a step with gradients of zero and a learning rate of zero, so that each optimizer makes it in its own way.
+    Training goes on from it as from no state at all.
+    """
+    inner, zero = _inner(model, optimizer), _zero(model)
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = 0.0
+    if zero is not None and _has_own_partitions(model):
+        for number in range(len(zero.fp32_partitioned_groups_flat)):
+            with in_memory(zero, number) as holder:
+                _step_on_zeros(inner, [holder], partial(zero._optimizer_step, number))
+    else:
+        _step_on_zeros(inner, [p for group in inner.param_groups for p in group["params"]], inner.step)
+    for group, rate in zip(inner.param_groups, rates):
+        group["lr"] = rate
+
+
+def _step_on_zeros(inner: torch.optim.Optimizer, holders: list[torch.Tensor], step: Callable[[], object]) -> None:
+    gradients = [holder.grad for holder in holders]
+    without = [holder for holder in holders if not state_of(inner, holder)]
+    for holder in holders:
+        holder.grad = None  # it is not stepped on
+    for holder in without:
+        holder.grad = torch.zeros_like(holder)
+    if without:
+        step()
+    for holder, gradient in zip(holders, gradients):
+        holder.grad = gradient
+    for holder in without:
+        state = state_of(inner, holder)
+        _set_step(state, 0)
+        for number in "12":
+            if f"absmax{number}" in state:  # of nothing but zeros, bitsandbytes makes any code
+                state[f"state{number}"].fill_(int(state[f"qmap{number}"].abs().argmin()))
+
+
+def optimizer_steps(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Parameter name and steps that the optimizer took on it, of the parameters of which this process holds a part."""
+    return {name: int(state["step"]) for name, state in _counted(strategy, model, optimizer)}
+
+
+def set_optimizer_steps(
+    strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: dict[str, int]
+) -> None:
+    """Set what ``optimizer_steps`` tells, put together from all processes: the same for each of them.
+
+    Raises:
+        InputError: if the optimizer did not step on all parameters equally often, and they share a count here.
+    """
+    if engine_of(model) and len(counts := set(steps.values())) > 1:
+        raise InputError(
+            f"The optimizer took between {min(counts)} and {max(counts)} steps on different parameters, which "
+            f"{strategy.name} counts together; resume with the strategy file of the checkpoint."
+        )
+    counted = dict(_counted(strategy, model, optimizer))
+    for name, state in counted.items():
+        _set_step(state, steps[name])
+    if engine_of(model):
+        _multiply_powers(_inner(model, optimizer), max((steps[name] for name in counted), default=0))
+
+
+def _multiply_powers(inner: torch.optim.Optimizer, steps: int) -> None:
+    """Let DeepSpeed's CPU Adam come by the powers of its betas as in training, where it multiplies them from step to
+    step: powers that are computed at once differ in the last bit."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if not isinstance(inner, DeepSpeedCPUAdam):
+        return
+    (beta1, beta2), epsilon = inner.defaults["betas"], inner.defaults["eps"]
+    element = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, steps + 1):
+        inner.ds_opt_adam.adam_update(inner.opt_id, step, 0.0, beta1, beta2, epsilon, 0.0, True, *element)
+
+
+def _counted(
+    strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    inner = _inner(model, optimizer)
+    for stretch in flat_shards(strategy, model, values=False):
+        state = state_of(inner, stretch.holder)
+        if "step" in state:
+            yield stretch.name, state
+
+
+def _set_step(state: dict[str, Any], step: int) -> None:
+    if isinstance(state.get("step"), torch.Tensor):
+        state["step"].fill_(step)
+    elif "step" in state:
+        state["step"] = step
+
+
+@torch.no_grad()
+def sync_compute_weights(model: torch.nn.Module) -> None:
+    """After pieces were overwritten: bring the weights that the model computes with up to date with the masters.
+
+    Every process must do it.
+    """
+    zero = _zero(model)
+    if zero is None:
+        return  # the masters are what is computed with
+    if not _has_own_partitions(model):
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    for number in range(len(zero.fp32_partitioned_groups_flat)):
+        with in_memory(zero, number):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+    if zero.persistent_parameters:  # small ones are kept gathered, for speed
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+    zero.invalidate_secondary_tensor()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local_shard(tensor.detach()).view(-1)
+
+
+def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that steps, without Accelerate's wrapper and DeepSpeed's."""
+    zero = _zero(model)
+    return optimizer.optimizer if zero is None else zero.optimizer
+
+
+def _zero(model: torch.nn.Module) -> Any:
+    """DeepSpeed's optimizer around the one that steps, if there is one."""
+    engine = engine_of(model)
+    return None if engine is None else engine.optimizer
+
+
+def _has_own_partitions(model: torch.nn.Module) -> bool:
+    return engine_of(model).zero_optimization_stage() == 3

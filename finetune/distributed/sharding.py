@@ -1,0 +1,96 @@
+"""How many bytes of what a strategy shards this process really holds: the proof that it is sharded."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from finetune.distributed.strategy import Strategy
+from finetune.units import size_text
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Bytes of the tensors that a strategy splits over the processes."""
+
+    what: str
+    """What is split."""
+    shards: int
+    """Processes over which it is split."""
+    total_bytes: int
+    """Of the whole."""
+    held_bytes: int
+    """Of it on this process."""
+    constants_bytes: int
+    """Quantisation constants of 4-bit weights, which each process holds whole beside its share."""
+
+    def problem(self) -> str | None:
+        """A sentence, if this process holds more than its share; shards are padded to equal sizes."""
+        share = self.total_bytes / self.shards
+        if self.held_bytes <= 1.1 * share + 16384 * self.shards:
+            return None
+        return (
+            f"{self.what} take {size_text(self.total_bytes)}, of which each of {self.shards} processes should hold "
+            f"{size_text(share)}, but this one holds "
+            f"{size_text(self.held_bytes)}; nothing was trained. Please report this."
+        )
+
+    def describe(self) -> str:
+        """One line for the run's output."""
+        line = f"{self.what} on this process: {size_text(self.held_bytes)}"
+        line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
+        beside = f"; beside them {size_text(self.constants_bytes)} to dequantise with"
+        return line + (beside if self.constants_bytes else "")
+
+    def record(self) -> dict[str, Any]:
+        """For run.yaml."""
+        return asdict(self)
+
+
+def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Sharding:
+    """Measure what this process holds of a prepared model and optimizer."""
+    parameters: list[Any] = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
+    if stage == 3:
+        masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk
+        what = "weights and masters" if masters else "weights"
+        total = sum(p.ds_numel * p.ds_tensor.element_size() for p in parameters)
+        total += sum(p.ds_numel * masters[0].element_size() for p in trained) if masters else 0
+        held = [*masters, *_beside(parameters), *(p.ds_tensor for p in parameters)]
+        held += [p.data for p in parameters if not p.ds_persist]  # small ones are kept gathered, for speed
+    elif stage:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        what, total = "masters", sum(p.numel() * held[0].element_size() for p in trained)
+    else:
+        what, total = "weights", sum(p.numel() * p.element_size() for p in parameters)
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        held += _beside(parameters) if strategy.shards > 1 else []
+    return Sharding(what, strategy.shards, total, _bytes(held), _constants(model))
+
+
+def engine_of(model: torch.nn.Module) -> Any:
+    """The model, if it is a DeepSpeed engine; DeepSpeed is optional, and not imported to ask."""
+    deepspeed: Any = sys.modules.get("deepspeed")
+    return model if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine) else None
+
+
+def _beside(parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    """Tensors kept as attributes of parameters, where a whole copy of a sharded weight could hide."""
+    for parameter in parameters:
+        for name, value in vars(parameter).items():
+            if isinstance(value, torch.Tensor) and name != "ds_tensor":
+                yield value
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of tensors, each memory counted once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}.values())
+
+
+def _constants(model: torch.nn.Module) -> int:
+    states = [state for module in model.modules() if (state := getattr(module, "quant_state", None)) is not None]
+    return sum(s.absmax.nbytes for s in [*states, *(state.state2 for state in states if state.nested)])

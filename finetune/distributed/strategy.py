@@ -1,0 +1,167 @@
+"""What a launch asks for, read off the environment that ``accelerate launch`` makes, and whether it can work here."""
+
+import os
+import platform
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from finetune.config.compatibility import Cell, refusal
+from finetune.distributed import deepspeed_ops
+from finetune.errors import InputError
+from finetune.start_up import was_launched
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the launch asked for."""
+
+    name: str
+    """Name of the strategy file that asks for it, without ``.yaml``."""
+    rank: int
+    world_size: int
+    replicas: int
+    """Copies of the sharded model: 2 for hsdp, 1 for the other sharded strategies."""
+    mixed_precision: str
+    """``no``, ``bf16`` or ``fp16``: the precision of computation."""
+    rehearsal: bool
+    """No accelerator on this machine: the same classes run on CPU."""
+    parent: int = field(default_factory=os.getppid, compare=False)
+    """The process that started this one, when the launch was read off."""
+
+    @classmethod
+    def from_environment(cls) -> "Strategy":
+        """The strategy of this launch, from the environment that ``accelerate launch`` sets.
+
+        Raises:
+            InputError: if the launch asks for something that is not supported.
+        """
+        environ, replicas = os.environ, 1
+        if environ.get("ACCELERATE_USE_FSDP") == "true":
+            if environ.get("FSDP_VERSION") != "2":
+                raise InputError("The launch file asks for FSDP version 1; set fsdp_version: 2 in its fsdp_config.")
+            replicas = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+            offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
+            name = ("hsdp" if replicas > 1 else "fsdp2") + ("_offload" if offload else "")
+        elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            name = _zero_name()
+        else:
+            name = "ddp" if "LOCAL_RANK" in environ else "single"
+        rehearsal = not torch.cuda.is_available()
+        return cls(
+            name=name,
+            rank=int(environ.get("RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            replicas=replicas,
+            mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION") or native_precision(),
+            rehearsal=rehearsal,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Processes over which the optimizer's state is split."""
+        return 1 if self.name in ("single", "ddp") else self.world_size // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which of the shards this process holds; processes with the same one hold the same weights."""
+        return self.rank % self.shards
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.name.startswith(("fsdp2", "hsdp"))
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.name.startswith("zero")
+
+
+def _zero_name() -> str:
+    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+        raise InputError(
+            "The launch file names a deepspeed_config_file, which would hide settings that change the result; "
+            "write its ZeRO keys into the deepspeed_config section, as accelerate_configs/zero3.yaml does."
+        )
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("1", "2", "3"):
+        raise InputError(f"The launch file asks for ZeRO stage {stage}; set zero_stage to 1, 2 or 3, or use ddp.yaml.")
+    targets = {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("OPTIMIZER", "PARAM")}
+    return f"zero{stage}" + ("_nvme" if "nvme" in targets else "_offload" if "cpu" in targets else "")
+
+
+def native_precision() -> str:
+    """The 16-bit precision that this hardware computes natively: bf16, else fp16 on a GPU, else none (``no``)."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+
+
+def launcher_of(strategy: Strategy) -> str:
+    """Which launcher's process this is: the same after it has restarted its processes, and of no other launch."""
+    try:
+        began = psutil.Process(strategy.parent).create_time()
+    except psutil.NoSuchProcess:
+        began = 0.0
+    return f"{platform.node()} {strategy.parent} {began}"
+
+
+def was_restarted() -> bool:
+    """Whether the launcher has started this process in place of one that died (``--max_restarts``)."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def describe(strategy: Strategy) -> str:
+    """One line for the run's output."""
+    processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
+    precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
+    where = "a rehearsal on CPU, for want of a GPU" if strategy.rehearsal else torch.cuda.get_device_name()
+    return f"{strategy.name} on {processes}, computing in {precision}: {where}"
+
+
+def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: str, weights: str) -> list[str]:
+    """What makes this launch impossible, here or anywhere, as sentences. Looks at no weights."""
+    refused = refusal(Cell(strategy.name, bits, adapter, optimizer))
+    found = [refused] if refused else []
+    several_asked = "MASTER_ADDR" in os.environ and was_launched()
+    if strategy.name == "single" and several_asked and "RANK" not in os.environ:
+        found.append(
+            "accelerate launch was asked for more than one process but started one; use a strategy file for several "
+            "(ddp, fsdp2, ...), or unset MASTER_ADDR if your shell exports it."
+        )
+    replicas, processes = strategy.replicas, strategy.world_size
+    if replicas > 1 and (processes % replicas or processes < 2 * replicas):
+        found.append(
+            f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
+            f"launched; launch a multiple of {replicas} from {2 * replicas} on, or use fsdp2."
+        )
+    if strategy.mixed_precision not in DTYPES:
+        found.append(f"mixed_precision {strategy.mixed_precision} is not supported; launch with bf16, fp16 or no.")
+    elif strategy.mixed_precision == "fp16" and strategy.rehearsal:
+        found.append("fp16 needs a GPU; launch with --mixed_precision bf16 or --mixed_precision no.")
+    elif strategy.mixed_precision == "bf16" and not strategy.rehearsal and native_precision() != "bf16":
+        name = torch.cuda.get_device_name()
+        found.append(f"{name} does not compute in bf16; launch with --mixed_precision fp16 (or no).")
+    if weights == "bf16":
+        if strategy.mixed_precision != "bf16":
+            found.append("train.weights: bf16 computes in bf16; launch with --mixed_precision bf16.")
+        if optimizer in ("adafactor", "sgd"):
+            found.append(
+                f"train.weights: bf16 would lose the small updates of {optimizer}, which rounds to nearest; set "
+                "train.optimizer to adamw or adamw_8bit, which round stochastically, or train.weights to fp32_master."
+            )
+        if strategy.is_deepspeed and strategy.name.endswith(("_offload", "_nvme")):
+            found.append(
+                f"train.weights: bf16 is not available under {strategy.name}, whose optimizer keeps fp32 state in host "
+                "memory; use fp32_master, or a strategy file without offload."
+            )
+    if strategy.is_deepspeed:
+        found += deepspeed_ops.problems(nvme=strategy.name.endswith("_nvme"))
+    return found
+
+
+def compute_dtype(strategy: Strategy, weights: str) -> torch.dtype:
+    """The dtype in which weights are loaded, so that every strategy starts from the same rounded values."""
+    return torch.bfloat16 if weights == "bf16" else DTYPES[strategy.mixed_precision]

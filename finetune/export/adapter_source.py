@@ -1,0 +1,215 @@
+"""An adapter to be merged: where it lies, what it was trained on and how. Refused, if at all, before weights load.
+
+It is the output folder of a run, whose run.yaml tells how it was trained, or the folder of an adapter. LoRA with its
+variants (rsLoRA, DoRA, modules saved whole) is read, other methods of PEFT are not.
+"""
+
+import json
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.data import sources
+from finetune.data.dataset import named_sources
+from finetune.data.encoding_workers import Settings
+from finetune.data.sources import Source
+from finetune.distributed.strategy import DTYPES
+from finetune.errors import InputError, refuse_if_any
+from finetune.models import adapter, quantization, weights
+from finetune.models import loading as models
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter and how it was trained."""
+
+    folder: Path
+    """Of adapter_config.json and adapter_model.safetensors."""
+    base: str
+    """Folder or hub id of the model that it was trained on."""
+    random_weights: bool
+    """The base's weights are not read, but drawn from ``seed``, as the run drew them."""
+    revision: str | None
+    config: PreTrainedConfig
+    """Of the base."""
+    bits: int | None
+    """Bits that the base was quantised to, for training or by its publisher."""
+    dtype: torch.dtype
+    """Of computation in training."""
+    seed: int
+    """Of random weights of the base."""
+    sources: list[Source]
+    """What the run held out, or else trained on."""
+    settings: Settings
+    """How the run read it."""
+
+
+def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSource:
+    """Find the adapter and its base.
+
+    Args:
+        path: output folder of a run, or folder of an adapter.
+        base_model: folder of the base, where it is not the one that the adapter names.
+        bits: that the base was quantised to, where no run.yaml tells.
+
+    Raises:
+        InputError: if there is no LoRA adapter, no base, or if the two do not fit together.
+    """
+    folder, run = _find(path)
+    named = _named_in(folder)
+    base = base_model or named.get("base_model_name_or_path") or ""
+    if problems := models.problems(base, None, None):
+        raise _unreadable(problems[0])
+    trained: dict[str, Any] = {"bits": None, "revision": named.get("revision")} if run is None else _recorded(run)
+    if run is not None and bits and bits != trained["bits"] and (trained["bits"] or base_model is None):
+        was = f"{trained['bits']}-bit" if trained["bits"] else "unquantised"
+        raise InputError(f"--bits {bits}: {run} says that the adapter was trained on {was} weights; leave --bits out.")
+    bits, revision = bits or trained["bits"], trained["revision"] if base_model is None else None
+    try:
+        config = models.load_config(base, revision=revision, trust_remote_code=False)
+    except InputError as error:
+        raise _unreadable(str(error)) from error
+    refuse_if_any(quantization.problems(config, bits))
+    skeleton = models.without_weights(config, False)
+    random_weights = trained.get("random_weights", False)
+    try:
+        files = [] if random_weights else weights.files(base, revision)
+        refuse_if_any(weights.problems(skeleton, files) if files else [])
+        refuse_if_any(weights.not_finite(files))
+    except InputError as error:
+        raise _unreadable(str(error)) from error
+    refuse_if_any(_tensor_problems(folder, base, skeleton))
+    refuse_if_any(weights.not_finite([folder / adapter.WEIGHTS]))
+    return AdapterSource(
+        folder=folder,
+        base=base,
+        random_weights=random_weights,
+        revision=revision,
+        config=config,
+        bits=bits or quantization.stored_bits(config),
+        dtype=trained.get("dtype", models.stored_dtype(config)),
+        seed=trained.get("seed", 0),
+        sources=trained.get("sources", []),
+        settings=trained.get("settings", Settings(max_length=0)),
+    )
+
+
+def _unreadable(problem: str) -> InputError:
+    problem = problem.removeprefix("model.path: ").rstrip(".")
+    return InputError(f"The adapter's base model cannot be read ({problem}); name its folder with --base-model.")
+
+
+def _find(path: Path) -> tuple[Path, Path | None]:
+    """The adapter's folder, and its run.yaml, which lies with it or one folder above final/."""
+    if not path.is_dir():
+        raise InputError(f"There is no folder {path}; give the output folder of a run, or the folder of an adapter.")
+    is_result = (path / "adapter_config.json").is_file() or (path / "config.json").is_file()
+    if not is_result and not (path / "run.yaml").is_file():
+        raise InputError(
+            f"{path} holds neither run.yaml nor adapter_config.json; give the output folder of a run, or the folder of "
+            "an adapter."
+        )
+    folder = path if is_result else path / "final"
+    if not folder.is_dir():
+        raise InputError(f"{path} holds a run without a result, final/ is missing; let it end, or name another run.")
+    if not (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"{folder} is a whole model, as full fine-tuning leaves it, and no adapter: nothing is to be merged; use "
+            "it as it is."
+        )
+    if not (folder / adapter.WEIGHTS).is_file():
+        raise InputError(
+            f"{folder} has no {adapter.WEIGHTS}; save the adapter as safetensors (pickle files are not read, they can "
+            "run code)."
+        )
+    above = [folder.resolve().parent / "run.yaml"] if folder.resolve().name == "final" else []
+    return folder, next((run for run in (folder / "run.yaml", *above) if run.is_file()), None)
+
+
+def _named_in(folder: Path) -> dict[str, Any]:
+    try:
+        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder / 'adapter_config.json'} cannot be read ({error}); save the adapter anew."
+        ) from error
+    if not isinstance(named, dict) or named.get("peft_type") != "LORA":
+        kind = named.get("peft_type") if isinstance(named, dict) else None
+        raise InputError(
+            f"{folder} holds an adapter of the type {kind}; LORA (with rsLoRA and DoRA) can be merged here, others "
+            "with PEFT's merge_and_unload."
+        )
+    return named
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """What run.yaml tells about the training, by the names of ``AdapterSource``."""
+    try:
+        record = yaml.safe_load(run.read_text(encoding="utf-8"))
+        config, data = record["config"], record["config"]["data"]
+        bits, weights = config["quantization"]["bits"], config["train"]["weights"]
+        named = [entries for entries in (data["eval"], data["train"]) if entries and not isinstance(entries, float)]
+        found = [entries for entries in map(named_sources, named) if not sources.problems(entries)]
+        return {
+            "bits": None if bits == "none" else bits,
+            "dtype": torch.bfloat16 if weights == "bf16" else DTYPES[record["strategy"]["precision"]],
+            "seed": config["train"]["seed"],
+            "random_weights": config["model"].get("random_weights", False),  # older runs have no such key
+            "sources": found[0] if found else [],
+            "settings": Settings(data["max_length"], data["format"], data["train_on"]),
+            "revision": config["model"]["revision"],
+        }
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{run} is not the record of a run ({type(error).__name__}: {error}); copy the adapter elsewhere without "
+            "it, and give that folder, with --bits where the base was quantised."
+        ) from error
+
+
+def inject(model: PreTrainedModel, folder: Path) -> Any:
+    """Put a saved adapter's modules into a model, as PEFT's LoraModel; they hold no values of the adapter yet."""
+    from peft import LoraModel, PeftConfig
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False  # so that what the adapter holds is told by requires_grad
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has .tie_word_embeddings=True.")  # ties are settled after merging
+        return LoraModel(model, config, "default", low_cpu_mem_usage=model.device.type == "meta")
+
+
+def saved_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """The names that each of the adapter's tensors may have in its file: several, where modules share a tensor."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names[parameter].append(adapter.saved_name(name))
+    return dict(names)
+
+
+def _tensor_problems(folder: Path, base: str, skeleton: PreTrainedModel) -> list[str]:
+    """Whether each tensor of the adapter has a place in the base, of its shape, and none is missing."""
+    path, advice = folder / adapter.WEIGHTS, "name the model that it was trained on with --base-model."
+    try:
+        inject(skeleton, folder)
+        with safe_open(path, framework="pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    except SafetensorError as error:
+        return [f"{path} cannot be read ({error}); save the adapter anew, or copy it again."]
+    except ValueError as error:
+        return [f"The adapter {folder} does not fit {base} ({str(error).splitlines()[0]}); {advice}"]
+    # beside its own tensors, PEFT may have saved copies of the base's embedding and head
+    places = {adapter.saved_name(name): tuple(p.shape) for name, p in skeleton.named_parameters(remove_duplicate=False)}
+    wrong = [f"{names[0]} is missing" for names in saved_names(skeleton).values() if not set(names) & set(saved)]
+    wrong += [f"{name} has no place in it" for name in saved if name not in places]
+    wrong += [f"{n} has shape {s}, not {places[n]}" for n, s in saved.items() if n in places and s != places[n]]
+    if not wrong:
+        return []
+    rest = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return [f"The adapter {folder} does not fit {base}: {'; '.join(wrong[:3])}{rest}; {advice}"]

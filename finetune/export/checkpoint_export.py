@@ -1,0 +1,141 @@
+"""A model or an adapter made of a checkpoint: the folder that a run would leave as final/, had it ended there.
+
+No model is loaded: its modules are made without memory, and the trained weights are written from the checkpoint, in the
+dtype and under the names of a run's result.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.checkpoint.reader import Checkpoint, open_checkpoint
+from finetune.checkpoint.resuming import weight_problems
+from finetune.distributed import prepare_import
+from finetune.errors import InputError, refuse_if_any
+from finetune.models import adapter
+from finetune.models import loading as models
+from finetune.output import run_files
+
+WEIGHTS = "weights/"
+
+
+def export(path: Path, folder: Path) -> dict[str, Any]:
+    """Write the model or adapter of a checkpoint to a new folder, complete or not at all.
+
+    Args:
+        path: a checkpoint, or a run, of which the newest is taken.
+
+    Returns:
+        What was written, for JSON.
+
+    Raises:
+        InputError: if the checkpoint is not complete, not intact, or not of a fine-tuning run; if the folder exists.
+    """
+    models.quiet()
+    prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
+    checkpoint = open_checkpoint(path)
+    refuse_if_any(_output_problems(folder) + checkpoint.damaged())
+    config, run = _record(checkpoint)
+    named = config["model"]
+    refuse_if_any(models.problems(named["path"], named["tokenizer"], None))
+    source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": False}
+    tokenizer = models.load_tokenizer(named["tokenizer"] or named["path"], chat_template=None, **source)
+    tokenizer.chat_template = run["chat_template"]  # its text: no file that a checkpoint names is opened
+    model = models.without_weights(models.load_config(named["path"], **source), False)
+    adapter_alone = config["adapter"]["type"] != "none"
+    if adapter_alone:
+        _attach(model, config)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    refuse_if_any(weight_problems(checkpoint, shapes))
+    dtype = models.stored_dtype(model.config)
+    state = {
+        name.removeprefix(WEIGHTS): value if adapter_alone else value.to(dtype)
+        for name, value in checkpoint.tensors(WEIGHTS + name for name in shapes)
+    }
+    parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
+    temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        if adapter_alone:
+            adapter.save(temporary, model, state)
+        else:
+            model = cast(Any, model).to(dtype)  # what its config.json will tell
+            model.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")
+        run_files.write_run(temporary, run)
+        temporary.rename(folder)
+    except OSError as error:
+        raise InputError(
+            f"--output {folder} could not be written ({error.strerror or error}); name another one."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # it is gone, if it has taken its place
+    return {
+        "folder": str(folder),
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "kind": "adapter" if adapter_alone else "model",
+        "parameters": parameters,
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    return (
+        f"The {result['kind']} of step {result['step']} lies in {result['folder']}\n"
+        f"  {result['parameters']:,} parameters, from {result['checkpoint']}"
+    )
+
+
+def _record(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration of the run, and its record as in run.yaml."""
+    run = checkpoint.contents.get("run")
+    config = run.get("config") if isinstance(run, dict) else None
+    told = isinstance(config, dict) and {"model", "data", "adapter", "train"} <= set(config)
+    if not run or not config or not told or "progress" not in checkpoint.contents:
+        raise InputError(
+            f"{checkpoint.path} does not tell the configuration of its run; name a checkpoint of recipes/sft.py."
+        )
+    return config, run
+
+
+def _output_problems(folder: Path) -> list[str]:
+    temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
+    if taken := [str(path) for path in (folder, temporary) if path.exists() or path.is_symlink()]:
+        return [f"--output: {taken[0]} is there already; name a folder that does not exist yet."]
+    parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not os.access(parent, os.W_OK) or not parent.is_dir():
+        return [f"--output: {parent} cannot be written to; name another folder."]
+    return []
+
+
+def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
+    """Put the run's adapter into a model; both without memory."""
+    adapted, named = config["adapter"], config["model"]
+    adapter.attach(
+        model,
+        kind=adapted["type"],
+        rank=adapted["rank"],
+        alpha=adapted["alpha"],
+        rank_stabilized=adapted["rank_stabilized"],
+        dropout=adapted["dropout"],
+        targets=adapted["targets"],
+        modules_to_save=adapted["modules_to_save"],
+        base=named["path"],
+        revision=named["revision"],
+        dtype=models.stored_dtype(model.config),
+        seed=config["train"]["seed"],
+    )
+
+
+def _card(checkpoint: Checkpoint, run: dict[str, Any]) -> str:
+    """The README.md: that of a run's result, of the step of the checkpoint."""
+    progress = checkpoint.contents["progress"]
+    evaluated = {**run, "eval_loss": {"before": progress["eval_loss"]}}
+    metrics, folder = progress["metrics"][-1], checkpoint.path.absolute().parent.parent
+    of_this_run = run_files.identity_of_run(folder).get("id", "") == run.get("id")
+    if of_this_run:  # which evaluates a step after its checkpoint was written
+        metrics = metrics | run_files.read_metrics(folder)[0].get(checkpoint.step, {})
+    return run_files.model_card(run["config"]["model"]["path"], evaluated, metrics)

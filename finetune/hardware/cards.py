@@ -1,0 +1,228 @@
+"""GPUs by name, the machines they stand in, and what connects them, from ``hardware.yaml``.
+
+``parse_gpus("2x8xH100")`` is for what a user writes, ``lookup`` for what a driver reports, ``peak_flops`` for the MFU.
+Limits: NVIDIA only; all machines are alike; links are what a machine of that card usually has.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import InputError
+from finetune.units import GIB
+
+MOST_GPUS_OF_A_MACHINE = 16
+_COUNTED = re.compile(r"(?:(?P<first>[0-9]{1,6})\s*x\s*)?(?:(?P<second>[0-9]{1,6})\s*x\s*)?(?P<card>.*)", re.I | re.S)
+_SIZE = re.compile(r"(?P<size>[0-9]{1,6}(?:\.[0-9]{1,3})?)\s*(?P<unit>GB|GiB)", re.I)
+_TELLS_NOTHING = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm(?:[2-6](?!\d))?|hbm\de?|[\s_-]", re.I)
+"""Of a card's name: its vendor and product line, and the socket and memory of the cards that hardware.yaml means."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective gets through."""
+
+    name: str
+    gb_per_second: float
+    """In one direction, 10^9 bytes: of one GPU, or of a machine where ``shared``."""
+    microseconds: float
+    """Latency of one hop."""
+    shared: bool = False
+
+    def of_machine(self, gpus: int) -> float:
+        """GB/s out of a machine with so many GPUs."""
+        return self.gb_per_second * (1 if self.shared else gpus)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card; one of which only the memory is known has no speed."""
+
+    name: str
+    memory_gib: float
+    """All that a driver leaves to programs."""
+    node_link: Link
+    """To the other GPUs of its machine."""
+    host_link: Link
+    network: Link
+    """From machine to machine."""
+    tflops: float | None = None
+    """bf16 or fp16 tensor cores with fp32 accumulation, dense. None: not known."""
+    fp32_tflops: float | None = None
+    memory_gb_per_second: float | None = None
+    bf16: bool = True
+    """Multiplies in bf16; the others train in fp16."""
+    gb: int = 0
+    """Nominal memory of a known card."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of one kind."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    nodes: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus_per_node * self.nodes
+
+    @property
+    def text(self) -> str:
+        """As ``parse_gpus`` reads it."""
+        return (f"{self.nodes}x" if self.nodes > 1 else "") + f"{self.gpus_per_node}x{self.gpu.name}"
+
+
+@cache
+def links() -> dict[str, Link]:
+    """Known interconnects by name."""
+    return {
+        name: Link(name, line["gb_per_second"], line["microseconds"], line.get("of") == "machine")
+        for name, line in _read()["links"].items()
+    }
+
+
+@cache
+def known_gpus() -> tuple[Gpu, ...]:
+    """Every card of the data file, in its order; cards that share a name are told apart by their memory."""
+    lines = _read()["gpus"]
+    names = [line["name"] for line in lines]
+    several = {name for name in names if names.count(name) > 1}
+    return tuple(
+        Gpu(
+            name=f"{line['name']}-{line['gb']}GB" if line["name"] in several else line["name"],
+            gb=line["gb"],
+            memory_gib=line["memory_gib"],
+            tflops=line["tflops"],
+            fp32_tflops=line["fp32"],
+            memory_gb_per_second=line["gb_per_second"],
+            node_link=links()[line["node_link"]],
+            host_link=links()[line["host_link"]],
+            network=links()[line["network"]],
+            bf16=line.get("bf16", True),
+        )
+        for line in lines
+    )
+
+
+def _read() -> Any:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+def parse_gpus(text: str) -> Machines:
+    """What ``[MACHINES x] [GPUS x] CARD`` stands for: ``H100``, ``8x80GB``, ``2x8xH100``, ``4x22.5GiB``.
+
+    A card is a known name in any spelling (4090, rtx-4090, "NVIDIA GeForce RTX 4090"), with its memory where there are
+    several (A100-40GB); or a memory alone: GB as in a card's name, of which programs get less, or GiB for what they
+    get. The speed of that is not known.
+
+    Raises:
+        InputError: for an unknown card or an impossible number, as a sentence.
+    """
+    counted = _COUNTED.fullmatch(text.strip())
+    assert counted is not None  # everything matches
+    numbers = [int(number) for number in (counted["first"], counted["second"]) if number is not None]
+    nodes, gpus = (*([1] * (2 - len(numbers))), *numbers)
+    shown = text.strip() or "an empty text"
+    if nodes < 1 or gpus < 1:
+        raise InputError(f"--gpus: {shown} is no GPU at all; give at least one, for example 1xH100.")
+    card = _card(counted["card"].strip(), shown)
+    if gpus > MOST_GPUS_OF_A_MACHINE:
+        raise InputError(
+            f"--gpus: {shown} is one machine with {gpus} GPUs, and machines have at most {MOST_GPUS_OF_A_MACHINE}; "
+            f"write how many machines of how many GPUs there are, for example {-(-gpus // 8)}x8x{card.name}."
+        )
+    return Machines(card, gpus, nodes)
+
+
+def _card(written: str, shown: str) -> Gpu:
+    if sized := _SIZE.fullmatch(written):
+        if float(sized["size"]) == 0:
+            raise InputError(f"--gpus: {shown} has no memory; give that of one card, for example 8x80GB.")
+        return _of_memory(float(sized["size"]), in_gib=sized["unit"].lower() == "gib")
+    spellings: dict[str, Gpu] = {}
+    for gpu in known_gpus():
+        for name in (gpu.name, _family(gpu), f"{_family(gpu)}{gpu.gb}GB"):
+            spellings.setdefault(_squeezed(name), gpu)
+    wanted = _squeezed(written)
+    if wanted in spellings:
+        return spellings[wanted]
+    of_the_family = [name for name in spellings if re.match(rf"{name}(?!\d)", wanted)]  # A100 PCIe is an A100
+    close = sorted(of_the_family, key=len)[-1:] or difflib.get_close_matches(wanted, spellings, n=1, cutoff=0.7)
+    meant = f"did you mean {spellings[close[0]].name}? Known" if close else "known"
+    known = ", ".join(gpu.name for gpu in known_gpus())
+    raise InputError(
+        f"--gpus: {shown} names no GPU that is known here; {meant} are {known}. Or give the memory alone: 8x80GB."
+    )
+
+
+def _squeezed(name: str) -> str:
+    """What is left of a name that tells one card from another."""
+    return _TELLS_NOTHING.sub("", name).lower()
+
+
+def _family(gpu: Gpu) -> str:
+    return gpu.name.removesuffix(f"-{gpu.gb}GB")
+
+
+def _of_memory(size: float, *, in_gib: bool) -> Gpu:
+    """A card of which only the memory is known: no more than the poorest known one of that size leaves to programs."""
+    shares = {gpu: gpu.memory_gib / gpu.gb for gpu in known_gpus()}
+    alike = [share for gpu, share in shares.items() if gpu.gb == size] or list(shares.values())
+    return Gpu(
+        f"{size:.10g}{'GiB' if in_gib else 'GB'}",
+        size if in_gib else size * min(alike),
+        node_link=links()["pcie4"],
+        host_link=links()["pcie4"],
+        network=links()["ethernet"],
+    )
+
+
+def stand_in(gpu: Gpu) -> Gpu:
+    """The known card of the nearest memory: ways to train on a card of unknown speed are compared at its speed.
+
+    Of several at the same distance, the first of the data file. Its name must be shown, and its seconds must not.
+    """
+    return gpu if gpu.tflops else min(known_gpus(), key=lambda known: abs(known.memory_gib - gpu.memory_gib))
+
+
+def lookup(device_name: str, total_bytes: int) -> Gpu:
+    """The card that a driver reports; an unknown one has its memory, and no speed.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` tells it.
+        total_bytes: as ``torch.cuda.get_device_properties`` does.
+    """
+    memory_gib = total_bytes / GIB
+    cards = _cards(device_name)
+    if not cards:
+        return replace(_of_memory(memory_gib, in_gib=True), name=device_name)
+    return replace(min(cards, key=lambda card: abs(card.memory_gib - memory_gib)), memory_gib=memory_gib)
+
+
+def _cards(device_name: str) -> list[Gpu]:
+    """Cards with the longest known name that a device's name contains as words ("RTX A4000" is no A40)."""
+    if re.search(r"\b(MIG|Laptop)\b", device_name):  # a slice or a slower kind of the card whose name it bears
+        return []
+    known = [gpu for gpu in known_gpus() if re.search(rf"\b{_family(gpu)}\b", device_name)]
+    longest = max((len(_family(gpu)) for gpu in known), default=0)
+    return [gpu for gpu in known if len(_family(gpu)) == longest]
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Peak FLOP/s in bf16 or fp16 of the GPU that a driver calls so, or None where it is not known."""
+    cards = _cards(gpu_name)
+    return cards[0].tflops * 1e12 if cards and cards[0].tflops else None
+
+
+def precision_problem(gpu: Gpu, precision: str) -> str | None:
+    """Why a card cannot train in a launch's mixed precision, as a sentence; None if it can."""
+    if precision == "bf16" and not gpu.bf16:
+        return f"{gpu.name} does not multiply in bf16; launch with --mixed_precision fp16."
+    return None

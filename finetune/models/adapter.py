@@ -1,0 +1,195 @@
+"""LoRA adapters through PEFT: attached, counted, saved, read back and compared.
+
+The adapter is injected into the model (PEFT's ``inject_adapter_in_model``), which stays what transformers made of it:
+sharding, generation and checkpointing see no wrapper. What is saved is PEFT's own format, for
+``PeftModel.from_pretrained``. PEFT takes seconds to import, so that each function does it when it needs it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune.errors import RunStopped
+
+PREFIX = "base_model.model."
+"""Before each name in a saved adapter: where the model lies in a PeftModel."""
+WEIGHTS = "adapter_model.safetensors"
+FORMAT = {"format": "pt"}
+
+
+def problems(
+    model: torch.nn.Module, *, targets: str | list[str], modules_to_save: list[str], quantised: bool
+) -> list[str]:
+    """Names that match nothing in the model, or what cannot be trained whole, as sentences.
+
+    Args:
+        model: the model's modules; its weights may be on the meta device.
+        quantised: the linear layers will be, all but the output head.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
+    found = []
+    if targets != "all-linear":
+        unknown = [t for t in targets if t not in linear]
+        if unknown or not targets:
+            found.append(
+                f"adapter.targets: the model has no linear layer {', '.join(unknown) or 'in an empty list'}; it has "
+                f"{', '.join(sorted(linear))}. Or set all-linear."
+            )
+    if unknown := [m for m in modules_to_save if m not in every]:
+        found.append(
+            f"adapter.modules_to_save: the model has no module {', '.join(unknown)}; it has {', '.join(sorted(every))}."
+        )
+    if both := sorted(set(modules_to_save) & set(targets if isinstance(targets, list) else [])):
+        found.append(f"adapter: {', '.join(both)} stands in targets and in modules_to_save; take it out of one.")
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    inside = [name.split(".") for name, layer in layers.items() if layer is not head]
+    if packed := [m for m in modules_to_save if quantised and any(m in parts for parts in inside)]:
+        found.append(
+            f"adapter.modules_to_save: {', '.join(packed)} will be quantised, which cannot be trained whole; put its "
+            "linear layers into adapter.targets, or set quantization.bits to none."
+        )
+    return found
+
+
+def _last_names(names: Iterable[str]) -> set[str]:
+    last = {name.split(".")[-1] for name in names}
+    return {name for name in last if not name.isdigit()}  # layers are numbered
+
+
+def attach(
+    model: PreTrainedModel,
+    *,
+    kind: str,
+    rank: int,
+    alpha: float,
+    rank_stabilized: bool,
+    dropout: float,
+    targets: str | list[str],
+    modules_to_save: list[str],
+    base: str,
+    revision: str | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Freeze a model and put an adapter into it.
+
+    Args:
+        kind: ``lora`` or ``dora``.
+        base: folder or hub id of the model, for whoever loads the adapter.
+        revision: of the model on the hub.
+        dtype: of computation. The adapter's matrices start from values of this dtype and compute in it.
+        seed: of the matrices' random values.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
+        use_rslora=rank_stabilized,
+        use_dora=kind == "dora",
+        lora_dropout=dropout,
+        target_modules=targets if targets == "all-linear" else list(targets),
+        modules_to_save=list(modules_to_save) or None,  # PEFT adds to it
+        ensure_weight_tying=trains_tied_weights(model, modules_to_save),
+        base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
+        revision=revision,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    inject_adapter_in_model(config, model)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            # PEFT would cast each layer's input to the dtype of the adapter's fp32 masters: a second copy of every
+            # activation, and fp32 products. Autocast and sharding bring the masters to the input's dtype instead.
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def trains_tied_weights(model: PreTrainedModel, modules_to_save: list[str]) -> bool:
+    """Whether embedding and output head are one weight, and an adapter trains it: then they stay one."""
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = _last_names(name for name, module in model.named_modules() if any(module is m for m in both))
+    return bool(model.config.get_text_config().tie_word_embeddings and names & set(modules_to_save))
+
+
+def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, as ``PeftModel.from_pretrained`` reads them.
+
+    Args:
+        trained: whole value of each trained parameter, by its name in ``model``.
+    """
+    from peft import get_peft_model_state_dict
+
+    folder.mkdir(parents=True)
+    every = {name: trained[first] for name, first in _all_names(model).items()}
+    state = get_peft_model_state_dict(model, state_dict=every, save_embedding_layers=False)
+    # a tensor of its own under each name of a tied weight, as PEFT saves and expects it
+    save_file({PREFIX + name: value.clone() for name, value in state.items()}, folder / WEIGHTS, FORMAT)
+    config: Any = model.peft_config["default"]
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    config.inference_mode = False
+
+
+def _all_names(model: torch.nn.Module) -> dict[str, str]:
+    """Every name of each trained parameter, with the one under which it is listed: tied weights have several."""
+    first = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
+
+
+def verify(
+    folder: Path,
+    model: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    live: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Read a saved adapter back and hold it against the model that is still there.
+
+    Args:
+        shapes: of every trained parameter, asked before the model was sharded.
+        live: name and whole value of each trained parameter, as the model computes with it: the saved masters, or
+            those rounded to the precision of computation.
+
+    Raises:
+        RunStopped: if a tensor is missing, empty, of another shape, or of other values.
+    """
+    keys: dict[str, list[str]] = {}
+    for name, first in _all_names(model).items():
+        keys.setdefault(first, []).append(saved_name(name))
+    wrong, compared = [], set()
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        saved = {name: file.get_slice(name) for name in sorted(file.keys())}
+        for name, value in live:
+            compared.add(name)
+            for key in keys[name]:
+                if key not in saved:
+                    wrong.append(f"{key} is missing")
+                elif tuple(saved[key].get_shape()) != shapes[name]:
+                    wrong.append(f"{key} has shape {tuple(saved[key].get_shape())} instead of {shapes[name]}")
+                elif not torch.equal(file.get_tensor(key).to(value), value):
+                    wrong.append(f"{key} has other values than the model")
+    wrong += [f"{name} was not compared" for name in shapes if name not in compared]
+    wrong += [f"{key} is not in the model" for key in saved if key not in {k for own in keys.values() for k in own}]
+    if wrong:
+        raise RunStopped(
+            f"The saved adapter is not the trained one: {'; '.join(wrong[:5])} ({len(wrong)} of {len(saved)} tensors). "
+            f"It was left in {folder}; nothing else was replaced. Please report this."
+        )
+
+
+def saved_name(name: str) -> str:
+    """Name of a parameter in a saved adapter: without the adapter's own name and PEFT's wrappers."""
+    name = re.sub(r"\.modules_to_save\.default\.", ".", name)
+    name = re.sub(r"\.lora_magnitude_vector\.default\.weight$", ".lora_magnitude_vector", name)
+    return PREFIX + re.sub(r"\.default(?=\.|$)", "", name)

@@ -1,0 +1,349 @@
+"""Tokenizer, weights and answers, through transformers."""
+
+import copy
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file, extract_commit_hash
+from transformers.utils import logging as transformers_logging
+
+from finetune.cache import key_of
+from finetune.data.template_process import Conversation, TemplateProcess
+from finetune.errors import BadRow, InputError, first_line, refuse_if_any
+from finetune.hub_access import refuse_without_access
+from finetune.models import attention as attentions
+from finetune.models import quantization
+from finetune.models.attention import stock_attention
+
+SAMPLES, SAMPLE_BYTES = 64, 2**14
+MOST_LAYERS = 2000
+"""Llama 3.1 405B has 126. A number that is wrong by far would build modules without end."""
+
+
+def quiet() -> None:
+    """Leave the screen to the recipe: no progress bars, and no notes of the libraries below an error."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it casts inside, kernels that it did not find
+
+
+def problems(path: str, tokenizer: str | None, chat_template: str | None) -> list[str]:
+    """What is wrong with the model's names, as far as a look at the file system tells."""
+    found = []
+    for key, value in (("model.path", path), ("model.tokenizer", tokenizer)):
+        if value is None or Path(value).is_dir():
+            continue
+        if value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists():
+            found.append(
+                f"{key}: there is no folder {value}; give a model's folder, or its id on the hub (owner/name)."
+            )
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
+    if chat_template is not None and not Path(chat_template).is_file():
+        found.append(f"data.chat_template: there is no file {chat_template}; check its name.")
+    return found
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
+) -> PreTrainedTokenizerBase:
+    """A fast tokenizer, with the chat template of a file where one is given.
+
+    Raises:
+        InputError: if there is none, if it is a slow one, or if the hub does not give it.
+    """
+    refuse_without_access(path, "tokenizer_config.json", revision=revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"No tokenizer could be loaded from {path} ({first_line(error)}); set model.tokenizer to its folder or id."
+        ) from error
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"The tokenizer of {path} is a slow one, which cannot tell where a token stands in the text; set "
+            "model.tokenizer to a fast one."
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """The model's configuration, a few kilobytes that tell whether the model can be loaded at all.
+
+    Raises:
+        InputError: if it cannot be read, or the model's type is unknown, or if the hub does not give it.
+    """
+    refuse_without_access(path, "config.json", revision=revision)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model.path: {path} is no model that transformers knows ({first_line(error)}).") from error
+    except Exception as error:  # of any type: libraries compute with what the file says, before they check it
+        raise InputError(
+            f"model.path: the config.json of {path} describes no possible model ({_last_line(error)}); correct it, or "
+            "download it again."
+        ) from error
+    refuse_if_any(_impossible_sizes(config.get_text_config().to_dict()))
+    return config
+
+
+def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
+    """Sizes of which modules can be made, but no model, as sentences.
+
+    Args:
+        sizes: keys of a config.json, as transformers names them.
+    """
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    sizes = {key: sizes[key] for key in keys if isinstance(sizes.get(key), int)}  # some models have one for each layer
+    found = [
+        f"model.path: config.json says {key}: {size}, but it is 1 or more; correct it, or download it again."
+        for key, size in sizes.items()
+        if size < 1
+    ]
+    heads, key_value_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if not found and heads and key_value_heads and heads % key_value_heads:
+        found.append(
+            f"model.path: config.json says num_attention_heads: {heads}, which its num_key_value_heads "
+            f"{key_value_heads} do not divide; correct it, or download it again."
+        )
+    if sizes.get("num_hidden_layers", 0) > MOST_LAYERS:
+        found.append(
+            f"model.path: config.json says num_hidden_layers: {sizes['num_hidden_layers']:,}, more than the "
+            f"{MOST_LAYERS:,} that are supported; correct it, or download it again."
+        )
+    return found
+
+
+def identity(path: str, *, revision: str | None, weights: bool) -> str:
+    """Hash that tells one model from another, wherever it lies: its configuration, and its weights where asked for.
+
+    Of a model of the hub, its commit. Of files of weights, their size and samples of their bytes, header included.
+    """
+    if not Path(path).is_dir():
+        return key_of(extract_commit_hash(cached_file(path, "config.json", revision=revision), None))
+    described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    for key in ("_name_or_path", "transformers_version"):
+        described.pop(key, None)
+    files = sorted(Path(path).glob("*.safetensors")) if weights else []
+    return key_of([described, [[file.name, _sampled(file)] for file in files]])
+
+
+def _sampled(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for place in range(SAMPLES):
+            opened.seek(size * place // SAMPLES)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return f"{size} {digest.hexdigest()}"
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a configuration names for the weights, in which the result is saved too."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """Positions that a model knows, None where it does not count them."""
+    return getattr(config, "max_position_embeddings", None)  # state-space models have none
+
+
+def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """The model's modules and shapes, without memory for its weights.
+
+    Raises:
+        InputError: if it is no causal language model, or an impossible one.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any type: what a model's code makes of sizes that cannot be
+        raise InputError(
+            f"model.path: no causal language model can be made of its config.json ({first_line(error)}); use another "
+            "model, or correct the file."
+        ) from error
+
+
+def attention_problems(config: PreTrainedConfig, attention: str, trust_remote_code: bool) -> list[str]:
+    """Why transformers cannot compute with an attention implementation: a package or a GPU that it lacks, or the model.
+
+    Args:
+        attention: as ``model.attention``, or a name that is registered with transformers.
+    """
+    if attention == "auto":
+        return []
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(  # which writes into the configuration
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation=attention
+            )
+    except (ImportError, ValueError) as error:
+        return [
+            f"model.attention: {attention} cannot be used ({first_line(error)}); set it to auto, or install what "
+            "is missing."
+        ]
+    return []
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep the input of each layer only, and compute the rest again in the backward pass."""
+    with warnings.catch_warnings():  # transformers has renamed it in 5.20; under the old name it is there until 6
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def largest_parameter(config: PreTrainedConfig, trust_remote_code: bool) -> int:
+    """Elements of the largest parameter, told from the model's shapes alone."""
+    return max(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
+
+
+def load_model(
+    path: str,
+    config: PreTrainedConfig,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    attention: str,
+    dtype: torch.dtype,
+    seed: int,
+    bits: int | None,
+    device: torch.device,
+    random_weights: bool = False,
+) -> PreTrainedModel:
+    """Weights in ``dtype``, on the CPU (or partitioned as they are read, where the strategy does so).
+
+    Args:
+        seed: of random weights.
+        bits: 4 or 8 for quantised linear layers, on ``device``; None for those that are stored, quantised or not.
+        random_weights: draw the weights, and read none.
+
+    Raises:
+        InputError: if the model cannot be loaded.
+    """
+    if attention == attentions.PACKED:
+        attentions.register()
+    common: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "attn_implementation": None if attention == "auto" else attention,
+    }
+    try:
+        if random_weights:
+            torch.manual_seed(seed)
+            # drawn in fp32, so that a seed means the same weights in every precision
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            if bits:
+                quantization.quantize(model, bits, dtype, device)
+        else:
+            stored_bits = quantization.stored_bits(config)
+            if bits and not stored_bits:
+                common["quantization_config"] = quantization.bitsandbytes_config(bits, dtype)
+            if bits or stored_bits:
+                common["device_map"] = {"": device}
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, revision=revision, dtype=dtype, use_safetensors=True, **common
+            )
+            # a note of transformers where the model lies, on which Accelerate would insist when the strategy moves it
+            vars(model).pop("hf_device_map", None)
+        if bits or quantization.stored_bits(config):
+            quantization.settle(model, dtype)
+    except (OSError, ImportError, ValueError) as error:
+        raise InputError(
+            f"The model {path} could not be loaded ({first_line(error)}); check model.path and model.attention."
+        ) from error
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # sampling settings without sampling: read without complaint, but refused at saving
+        model.generation_config.do_sample = True
+    return model
+
+
+def shape(model: PreTrainedModel) -> dict[str, int]:
+    """Sizes that the count of FLOPs needs; read off modules, since weights may be partitioned already."""
+    config = model.config.get_text_config()
+    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "original_m" not in name]
+    trained = [m for m in linear if m.weight.requires_grad]
+    return {
+        "matrix_parameters": sum(m.in_features * m.out_features for m in linear),
+        "trained_matrix_parameters": sum(m.in_features * m.out_features for m in trained),
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    }
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    most_tokens: Sequence[int],
+    device: torch.device,
+) -> list[str]:
+    """The most likely continuations, computed together. Every process must ask the same: sharded layers are gathered.
+
+    Args:
+        prompts: tokens up to where the answers begin; shorter ones are padded on the left.
+        most_tokens: length of each answer, at most.
+        device: where the model computes; offloaded weights lie elsewhere.
+    """
+    longest, padding = max(map(len, prompts)), tokenizer.pad_token_id or 0
+    padded = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    with stock_attention(model):
+        output = model.generate(
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=max(most_tokens),
+            do_sample=False,
+            pad_token_id=padding,
+        )
+    return answer_texts(tokenizer, [row[:most] for row, most in zip(output[:, longest:].tolist(), most_tokens)])
+
+
+def answer_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[list[int]]) -> list[str]:
+    """Words of answers, without what marks their ends."""
+    return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in tokens]
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of questions, with the assistant's turn begun; of the bare texts where there is no chat template.
+
+    Raises:
+        InputError: if the template refuses a question alone, or does not come to an end.
+    """
+    if tokenizer.chat_template is None:
+        return [list(tokenizer(text)["input_ids"]) for text in texts]
+    asked = [
+        Conversation("eval.prompts", [{"role": "user", "content": text}], tools=None, form="prompt") for text in texts
+    ]
+    tokens = []
+    for rendered in TemplateProcess(tokenizer).render(asked):
+        if isinstance(rendered, BadRow):
+            raise InputError(
+                f"eval.prompts: {rendered}; ask held-out rows instead, for example with --eval.prompts 3."
+            ) from rendered
+        tokens.append(list(tokenizer(rendered[0], add_special_tokens=False)["input_ids"]))
+    return tokens
+
+
+def _last_line(error: Exception) -> str:
+    """Where a library wraps a reason into general words, the reason comes last."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")

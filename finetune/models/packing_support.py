@@ -1,0 +1,100 @@
+"""Which models can have packed rows: told from a configuration, before any weight is loaded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
+
+from finetune.models.attention import FLASH, PACKED
+
+_ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types in which bounds keep documents apart; others mix, compress or chunk along the whole row."""
+_SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+"""Model types whose softmax has a learned sink, which no configuration key tells."""
+_WINDOW_IN_MASK = {"phimoe"}
+"""Model types that slide their window in the mask alone, and do not tell attention."""
+
+
+def problems(
+    config: PreTrainedConfig, *, attention: str, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> list[str]:
+    """Sentences on why documents cannot be packed for a model, before its weights are loaded.
+
+    Args:
+        attention: the name for ``attn_implementation``.
+        dtype: in which the model computes.
+        capability: the GPU's compute capability, (8, 0) for Ampere; None where there is no GPU.
+    """
+    off = "or switch packing off"
+    if attention not in (PACKED, *FLASH):
+        return [
+            f"With attention {attention} packed documents would see each other, or need a mask of the row's length "
+            f"squared; choose {', '.join((PACKED, *FLASH))}, {off}."
+        ]
+    text = config.get_text_config(decoder=True)
+    name = f"The model type {text.model_type}"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return [
+            f"{name} is not one of transformers' causal language models, so packing is not known to be safe; "
+            f"choose another model, {off}."
+        ]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    settings = text.to_dict()
+    found = []
+    if not (architecture._supports_attention_backend if attention == PACKED else architecture._supports_flash_attn):
+        found.append(f"{name} does not take attention {attention}; choose another model, {off}.")
+    mixing = sorted(set(settings.get("layer_types") or []) - _ISOLATED_LAYERS)
+    if architecture._is_stateful or mixing:
+        kinds = f" ({', '.join(mixing)})" if mixing else ""
+        found.append(f"{name} has layers{kinds} that mix packed documents; choose a model of attention layers, {off}.")
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not settings.get("is_decoder")
+    if encoder or config.is_encoder_decoder:
+        found.append(f"{name} is or has an encoder, which packing does not cover; choose a decoder, {off}.")
+    if text.model_type in _WINDOW_IN_MASK and settings["sliding_window"] is not None:
+        found.append(f"{name} does not tell attention its sliding window; set sliding_window to null, {off}.")
+    if found:
+        return found  # the rest is about attention layers, which this model may not even have
+    if capability is not None:
+        key_size = (
+            settings.get("qk_head_dim") or settings.get("head_dim") or text.hidden_size // text.num_attention_heads
+        )
+        value_size = settings.get("v_head_dim") or key_size
+        sizes = sorted({key_size, value_size, settings.get("global_head_dim") or key_size})
+        if attention == PACKED and key_size != value_size:
+            found.append(
+                f"{name} has keys of size {key_size} and values of size {value_size}, where packed attention takes "
+                f"equal ones on a GPU; choose flash_attention_2, {off}."
+            )
+        if any(size > 256 or size % 8 for size in sizes):
+            found.append(
+                f"{name} has attention heads of size {', '.join(map(str, sizes))}; on a GPU packing takes multiples "
+                f"of 8 up to 256: choose another model, {off}."
+            )
+        if dtype == torch.float32:
+            found.append(
+                f"Packed attention computes in bf16 or fp16 on a GPU, not in fp32; set mixed_precision to bf16, {off}."
+            )
+        if capability < (8, 0):
+            found.append(
+                f"This GPU has compute capability {'.'.join(map(str, capability))}, and attention to packed documents "
+                "needs 8.0 (Ampere) or newer; set data.packing to false."
+            )
+    elif attention in FLASH:
+        found.append(f"Attention {attention} needs a GPU, and there is none; choose {PACKED}, {off}.")
+    if attention == PACKED:
+        found += [f"{name} {reason}." for reason in _not_computed(settings, on_gpu=capability is not None)]
+    return found
+
+
+def _not_computed(settings: dict[str, Any], *, on_gpu: bool) -> Iterator[str]:
+    """Clauses on the mathematics that ``packed_attention`` lacks."""
+    if settings.get("attn_logit_softcapping") is not None:
+        yield "caps attention logits, which packed attention does not; choose flash_attention_2, or switch packing off"
+    if settings["model_type"] in _SINKS:
+        yield "has attention sinks, which packed attention lacks; choose flash_attention_3, or switch packing off"
+    if on_gpu and settings.get("attention_dropout"):
+        yield (
+            f"has attention_dropout {settings['attention_dropout']}, which packed attention cannot apply on a GPU; "
+            "set it to 0 in the model's configuration, or switch packing off"
+        )

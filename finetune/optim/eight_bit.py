@@ -1,0 +1,103 @@
+"""Optimizers whose state is kept in 8 bits, through bitsandbytes.
+
+bitsandbytes quantises state in blocks of 256 elements of the tensor that it is given, and knows nothing of sharded
+tensors. Here it steps on the shard that this process holds. So that a shard's state is that of the whole tensor,
+each matrix has 8-bit state, however small its shard (bitsandbytes' own rule spares tensors below 4096 elements),
+and norms and biases have 32-bit state. What remains different is a block that would reach over the edge of a shard:
+there is none where the elements of each shard are a multiple of 256.
+"""
+
+from typing import Any
+
+import torch
+from bitsandbytes.optim import AdamW8bit, Lion8bit
+
+from finetune.optim.rounding import local_shard, round_stochastically, rounding_noise
+
+
+def build_eight_bit_optimizer(
+    groups: list[dict[str, Any]], *, name: str, learning_rate: float, rounding_seed: int
+) -> torch.optim.Optimizer:
+    """An optimizer of bitsandbytes over groups that say their ``state_bits``.
+
+    Args:
+        name: ``adamw_8bit``, ``paged_adamw_8bit`` or ``lion_8bit``.
+        rounding_seed: of the stochastic rounding of bf16 weights.
+    """
+    if name == "lion_8bit":
+        optimizer: Any = _Lion(groups, lr=learning_rate, min_8bit_size=0)
+    else:
+        paged = name.startswith("paged") and torch.cuda.is_available()  # on a CPU there is nothing to page from
+        optimizer = _AdamW(groups, lr=learning_rate, min_8bit_size=0, is_paged=paged)
+    optimizer.prepare_shards(rounding_seed)
+    return optimizer
+
+
+class OnShards:
+    """For an optimizer of bitsandbytes: step on local shards, and round bf16 weights stochastically."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def prepare_shards(self, rounding_seed: int) -> None:
+        self.shards: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self.rounding_seed = rounding_seed
+
+    def step(self, closure: None = None) -> None:
+        """Update the shard of every parameter that has a gradient."""
+        assert closure is None
+        whole = self.param_groups
+        self.param_groups = [group | {"params": self._shards_of(group["params"])} for group in whole]
+        updated = [shard for group in self.param_groups for shard in group["params"]]
+        if updated:
+            steps = max(self.state[shard].get("step", 0) for shard in updated)
+            self.random = rounding_noise(self.rounding_seed, steps + 1, updated[0].device)
+        try:
+            super().step()  # type: ignore[misc]
+        finally:
+            self.param_groups = whole
+            for shard in updated:
+                shard.grad = None  # else it would hold the gradient beside the next one
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What is remembered of the shard of a parameter; empty before its first step."""
+        return self.state.get(self.shards.get(parameter), {})
+
+    def _shards_of(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        shards = []
+        for parameter in parameters:
+            if parameter.grad is None or local_shard(parameter).numel() == 0:
+                continue
+            if parameter not in self.shards:  # one object each time, since state is kept by it
+                self.shards[parameter] = torch.nn.Parameter(local_shard(parameter).detach())
+            shard = self.shards[parameter]
+            shard.data, shard.grad = local_shard(parameter).detach(), local_shard(parameter.grad)
+            assert shard.is_contiguous()  # of another tensor bitsandbytes would update a copy
+            shards.append(shard)
+        return shards
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Hyperparameters of one tensor, as bitsandbytes asks for them."""
+        config: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
+        return config | {"optim_bits": group["state_bits"]}
+
+    def update_step(self, group: dict[str, Any], p: torch.nn.Parameter, gindex: int, pindex: int) -> None:
+        """Update one tensor in fp32 arithmetic."""
+        if p.dtype != torch.bfloat16:
+            super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
+            return
+        assert p.grad is not None
+        exact = torch.nn.Parameter(p.detach().float())
+        exact.grad = p.grad.float()
+        self.state[exact] = self.state[p]
+        super().update_step(group, exact, gindex, pindex)  # type: ignore[misc]
+        del self.state[exact]
+        p.data.copy_(round_stochastically(exact.data, self.random))
+
+
+class _AdamW(OnShards, AdamW8bit):  # type: ignore[misc]
+    pass
+
+
+class _Lion(OnShards, Lion8bit):  # type: ignore[misc]
+    pass

@@ -1,0 +1,161 @@
+"""Optimizers by name, over parameters in fp32 or in bf16."""
+
+import sys
+from typing import Any
+
+import torch
+
+from finetune.optim.rounding import local_shard, round_stochastically, rounding_noise
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+"""Optimizers whose state is kept in 8 bits, by bitsandbytes."""
+CHUNK_ELEMENTS = 2**24
+"""Elements of bf16 weights that are updated at a time: the update takes 34 bytes of each for a moment."""
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
+"""Elements of state for each trained weight; that of the other optimizers is negligible."""
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    *,
+    name: str,
+    learning_rate: float,
+    weight_decay: float,
+    weights: str,
+    fused: bool,
+    rounding_seed: int,
+) -> torch.optim.Optimizer:
+    """The optimizer of a recipe, over the parameters of a model that are trained.
+
+    Args:
+        name: one of the recipe's ``train.optimizer``.
+        weight_decay: applied to matrices: not to biases, norms and DoRA's magnitudes.
+        weights: ``bf16`` takes optimizers that round stochastically.
+        fused: step in one kernel.
+        rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
+    """
+    decayed: dict[torch.nn.Parameter, None] = {}  # as ordered sets: tied weights are met twice
+    others: dict[torch.nn.Parameter, None] = {}
+    for module in model.modules():
+        is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (others if is_vector or key == "bias" else decayed)[parameter] = None
+    groups: list[dict[str, Any]] = [
+        {"params": list(decayed), "weight_decay": weight_decay, "state_bits": 8},
+        {"params": list(others), "weight_decay": 0.0, "state_bits": 32},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name in EIGHT_BIT:
+        from finetune.optim.eight_bit import build_eight_bit_optimizer  # bitsandbytes takes seconds to import
+
+        return build_eight_bit_optimizer(groups, name=name, learning_rate=learning_rate, rounding_seed=rounding_seed)
+    if name == "adafactor":
+        from transformers import Adafactor  # imports PEFT and more
+
+        # with the rate as it is given: scaled by a weight's own size, an adapter that starts at zero would stay there
+        return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    if weights == "bf16":
+        return StochasticRoundingAdamW(groups, lr=learning_rate, seed=rounding_seed)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPSILON, fused=fused or None)
+
+
+def state_bytes(model: torch.nn.Module, name: str) -> int:
+    """Bytes of state on the GPU that an optimizer makes at its first step, for this process's part of the weights.
+
+    The state of paged_adamw_8bit moves to the host when the device is full.
+    """
+    shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    held = [shard for shard in shards if shard.device.type == "cuda"]  # state lies with its weights
+    stays = not name.startswith("paged")
+    return sum(shard.numel() * state_bytes_of_weight(name, shard.element_size()) for shard in held) if stays else 0
+
+
+def state_bytes_of_weight(name: str, weight_bytes: int) -> int:
+    """Bytes of an optimizer's state for a weight of so many bytes; 8-bit state without its scales, 1.6 % more."""
+    return MOMENTS.get(name, 0) * (1 if name in EIGHT_BIT else weight_bytes)
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """What an optimizer remembers of a parameter; empty before its first step."""
+    if "bitsandbytes" in sys.modules:  # it takes seconds to import
+        from finetune.optim.eight_bit import OnShards
+
+        if isinstance(optimizer, OnShards):
+            return optimizer.state_of(parameter)
+    return optimizer.state.get(parameter, {})
+
+
+class StochasticRoundingAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for bf16 weights that have no fp32 master.
+
+    A bf16 number has 8 significant bits: an update below 1/256 of its weight is lost when the sum is rounded to
+    nearest, which is what most updates of fine-tuning are. Rounding up or down with the probability that
+    preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). So it is with the second moment, whose
+    share of new information is 1/1000 a step. The arithmetic is fp32; weights and both moments are stored in the
+    parameter's dtype. What decides is drawn anew in each step, from ``seed`` and the number of the step.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, seed: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": BETAS, "eps": EPSILON})
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not updated:
+            return
+        steps = max(self.state[parameter].get("step", 0) for parameter, _ in updated)
+        random = rounding_noise(self.seed, steps + 1, updated[0][0].device)
+        for parameter, group in updated:
+            self._update(parameter, parameter.grad, group, random)
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], random: torch.Generator
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        held = [local_shard(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        written = (held[0], *held[2:])
+        if all(tensor.is_contiguous() for tensor in written):
+            flat = [tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in held]
+            chunks = list(zip(*flat, strict=True))
+        else:
+            chunks = [tuple(held)]
+        for weight, grad, first, second in chunks:
+            self._update_chunk(weight, grad, first, second, step=state["step"], group=group, random=random)
+
+    def _update_chunk(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        step: int,
+        group: dict[str, Any],
+        random: torch.Generator,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        grad = gradient.float()
+        first32 = first.float().lerp_(grad, 1 - beta1)
+        second32 = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        _store(first, first32, random)
+        _store(second, second32, random)
+        denominator = (second32 / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        updated = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+        updated.addcdiv_(first32, denominator, value=-group["lr"] / (1 - beta1**step))
+        _store(weight, updated, random)
+
+
+def _store(target: torch.Tensor, values: torch.Tensor, random: torch.Generator) -> None:
+    target.copy_(round_stochastically(values, random) if target.dtype == torch.bfloat16 else values)

@@ -1,0 +1,27 @@
+"""Rounding fp32 to bf16 without bias, and the part of a tensor that is rounded here."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from finetune.seeds import seed_of
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that this process holds; it shares memory with the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rounding_noise(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """What the weights of an optimizer step are rounded with: from seed and step alone, so that none need be saved."""
+    return torch.Generator(device).manual_seed(seed_of(seed, step))
+
+
+def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probability that makes the expectation the value itself.
+
+    bf16 is the upper half of the bits of fp32: adding a uniform number below 2^16 and cutting the lower half off
+    carries into the upper half with just that probability.
+    """
+    noise = torch.randint(1 << 16, values.shape, generator=random, dtype=torch.int32, device=values.device)
+    bits = values.view(torch.int32) + noise
+    return (bits & -(1 << 16)).view(torch.float32).to(torch.bfloat16)

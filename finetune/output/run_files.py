@@ -1,0 +1,302 @@
+"""What a run leaves in its output folder: run.yaml, metrics.jsonl and final/.
+
+final/ takes its name last. Where it stands, all else that belongs to the run has been written.
+"""
+
+import errno
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.cache import flush
+from finetune.errors import RunStopped
+from finetune.models import adapter
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "deepspeed",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
+
+
+def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """The lines of metrics.jsonl by their steps, and how many could not be read.
+
+    A machine that lost its power may leave any bytes. The last line of a killed run may be cut; it does not count.
+    """
+    path = folder / "metrics.jsonl"
+    written = path.read_bytes() if path.exists() else b""
+    lines: dict[int, dict[str, Any]] = {}
+    unread = 0
+    for line in written[: written.rfind(b"\n") + 1].splitlines():
+        try:
+            metrics = json.loads(line)
+        except (ValueError, RecursionError):
+            metrics = None
+        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+            lines[metrics["step"]] = metrics
+        else:
+            unread += 1
+    return lines, unread
+
+
+def complete_metrics(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> int:
+    """Have each step up to this one stand in metrics.jsonl once, and none after it.
+
+    Args:
+        metrics: what the file may lack: whole lines, or figures of a line. Where both tell a figure, the file is right.
+
+    Returns:
+        Lines that could not be read; they are dropped.
+    """
+    lines, unread = read_metrics(folder)
+    lines |= {line["step"]: line | lines.get(line["step"], {}) for line in metrics}
+    kept = "".join(json.dumps(lines[known]) + "\n" for known in sorted(lines) if known <= step)
+    _replace_text(folder / "metrics.jsonl", kept)
+    return unread
+
+
+def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> list[str]:
+    """Bring the records of a run to where it stood after a step.
+
+    Args:
+        metrics: lines that may not have been written yet when the step's checkpoint was.
+
+    Returns:
+        A line about each record that was damaged.
+    """
+    (folder / "rejected.jsonl").unlink(missing_ok=True)  # told again by the reading of the data
+    unread = complete_metrics(folder, step, metrics)
+    lines = "1 line" if unread == 1 else f"{unread} lines"
+    told = [f"{folder / 'metrics.jsonl'}: {lines} could not be read and were dropped"] if unread else []
+    if (folder / "run.yaml").exists() and not read_run(folder):
+        told.append(f"{folder / 'run.yaml'} could not be read and is written anew")
+    return told
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run.yaml of a folder; empty where there is none, or none that can be read."""
+    path = folder / "run.yaml"
+    try:
+        run = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+def identity_of_run(folder: Path) -> dict[str, Any]:
+    """The id of the run in a folder, and the launcher that it was started by; empty where there is none."""
+    run = read_run(folder)
+    return {key: run[key] for key in ("id", "launcher") if key in run}
+
+
+def finished_steps(folder: Path) -> int:
+    """Optimizer steps of the run in this folder, if its own result lies in final/; else 0."""
+    result = read_run(folder / "final")
+    own = "id" in result and result["id"] == identity_of_run(folder).get("id")
+    return int(result["steps"]) if own else 0
+
+
+def write_run(folder: Path, run: dict[str, Any]) -> None:
+    """Write run.yaml: the old one or the new one is there at any instant, never half of one."""
+    _replace_text(folder / "run.yaml", yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+
+
+class Journal:
+    """A file of lines that grows with the run. While it cannot be written its lines wait, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+        self._told = False
+
+    def append(self, lines: Iterable[str]) -> list[str]:
+        """Add lines, after those that wait. No file is made without one.
+
+        Returns:
+            A sentence, when the file cannot be written and could be before.
+        """
+        self._waiting += lines
+        if not self._waiting:
+            return []
+        try:
+            _append("".join(line + "\n" for line in self._waiting).encode(), self.path)
+        except OSError as error:
+            reason = f"{self.path} cannot be written ({error.strerror or error}); its lines wait, and training goes on"
+            sentences, self._told = [] if self._told else [reason], True
+            return sentences
+        self._waiting, self._told = [], False
+        return []
+
+    def close(self) -> list[str]:
+        """Try once more to add the lines that wait; returns a sentence if they are lost."""
+        self.append([])
+        return [f"{self.path} lacks its last {len(self._waiting)} lines, which could not be written"] * bool(
+            self._waiting
+        )
+
+
+def _append(content: bytes, path: Path) -> None:
+    """Add all of it to a file, or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and the state of the code, for run.yaml."""
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in installed},
+        "hardware": {"gpus": gpus, "cpus": os.cpu_count(), "machine": platform.platform()},
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the code that runs, with ``+changes`` where the tree has some; None outside a repository."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    if shutil.which("git") is None:
+        return None
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode != 0:
+        return None
+    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    return head.stdout.strip() + ("+changes" if changes else "")
+
+
+def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
+    """The README.md of final/: what it was made from and how."""
+    of_last = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+    loss = f"- loss of the last step: {of_last}\n"
+    if "eval_loss" in metrics:
+        loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
+    if "exact_match" in run:
+        loss += f"- {describe_exact_match(run['exact_match'])}\n"
+    is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
+    is_adapter = run["config"]["adapter"]["type"] != "none"
+    kind = "library_name: peft\ntags: [sft, lora]" if is_adapter else "library_name: transformers\ntags: [sft]"
+    return (
+        f"---\nbase_model: {base}\n{kind}\n---\n\n"
+        f"# {'Trained from random weights of the shape of' if is_random else 'Fine-tuned from'} {Path(base).name}\n\n"
+        f"- optimizer steps: {metrics['step']}\n{loss}"
+        f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
+        f"precision {run['strategy']['precision']}\n\n"
+        f"## Configuration\n\n```yaml\n{yaml.safe_dump(run['config'], sort_keys=False)}```\n"
+    )
+
+
+def describe_exact_match(found: Mapping[str, Any]) -> str:
+    """The entry of run.yaml as a line: how many held-out answers are right word for word."""
+    rows, before = found["rows"], found["before"]
+    was = "not asked" if before is None else f"{round(rows * before):,}"
+    return f"exact match on {rows:,} held-out rows: {was} before, {round(rows * found['after']):,} after training"
+
+
+def save_final(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    working: Iterable[tuple[str, torch.Tensor]],
+    *,
+    adapter_alone: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    card: str | None,
+    record: dict[str, Any],
+) -> None:
+    """Write final/: the model as transformers loads it, or its adapter as PEFT does; complete or absent.
+
+    Every process calls it and runs through both iterables, whose gathering is collective; the main process,
+    which alone has a ``card``, writes. An adapter is read back and held against the model before it takes its place.
+
+    Args:
+        parameters: name and whole value of each trained parameter (its master, where there is one).
+        working: the same as the model computes with them.
+        adapter_alone: save the adapter, not the model.
+        shapes: of each trained parameter.
+        dtype: of a saved model's weights, rounded once from the trained ones. An adapter is saved as it was trained.
+        card: text of the model card; None on the other processes.
+        record: the run's, as in run.yaml: it goes with the result.
+
+    Raises:
+        RunStopped: if what was written is not what was trained, or nothing could be written.
+    """
+    temporary = folder / "final.tmp"
+    state = {}
+    for name, value in parameters:
+        if card is not None:
+            state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtype, copy=True)
+    if card is not None:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if adapter_alone:
+                adapter.save(temporary, model, state)
+            else:
+                model.save_pretrained(temporary, state_dict=state)
+                model.config.dtype = dtype  # save_pretrained has written that of the model in memory
+                model.config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            write_run(temporary, record)
+        except (OSError, SafetensorError) as error:
+            raise RunStopped(
+                f"{folder / 'final'} could not be written ({error}); make room, and go on from the newest "
+                "checkpoint with --checkpoint.resume auto."
+            ) from error
+    if adapter_alone and card is not None:
+        adapter.verify(temporary, model, shapes, working)
+    elif adapter_alone:
+        for _ in working:
+            pass
+    if card is not None:
+        try:
+            replace(temporary, folder / "final")
+        except OSError as error:
+            raise RunStopped(
+                f"{temporary} is complete, but could not be renamed to final ({error.strerror or error}); rename it."
+            ) from error
+
+
+def replace(temporary: Path, final: Path) -> None:
+    """Put a complete folder in the place of an earlier one, which is there until then."""
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,234 @@
+"""From what a user writes to a question: a configuration of the recipe or a model, machines, and options."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from finetune.config import sections
+from finetune.config.command_line import parse
+from finetune.config.compatibility import STRATEGIES
+from finetune.errors import InputError, refuse_if_any
+from finetune.hardware.cards import Machines, parse_gpus, precision_problem
+from finetune.models import weight_files
+from finetune.planner.families import FAMILIES
+from finetune.planner.machine import free_disk, gpus_here, host_memory_here
+from finetune.planner.model_config import read_config
+from finetune.planner.question import METHODS, Method, Question
+from finetune.planner.shape import NESTED, ModelShape, shape_of, trained_parameters
+from finetune.planner.strategy_file import strategy_named
+from finetune.planner.written import Options, all_flags, config_file, given_flags, problems, words_of
+from finetune.trace.setting import Setting
+from finetune.units import GIB
+
+
+class Sections(BaseModel):
+    """A recipe's configuration; sections that the planner does not know are passed over."""
+
+    model: sections.Model
+    quantization: sections.Quantization = sections.Quantization()
+    adapter: sections.Adapter = sections.Adapter()
+    data: sections.Data
+    train: sections.Train
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    eval: sections.Eval = sections.Eval()
+    log: sections.Log = sections.Log()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and what else its words were about."""
+
+    question: Question
+    model: str
+    revision: str | None
+    batch_is_given: bool
+    notes: tuple[str, ...]
+    """Sentences on what was assumed."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was written, before the model is looked at."""
+
+    cfg: Sections
+    machines: Machines
+    precision: str
+    notes: tuple[str, ...]
+
+    def setting(self, method: Method) -> Setting:
+        """What all ways to train have in common."""
+        adapter, data, train = self.cfg.adapter, self.cfg.data, self.cfg.train
+        return Setting(
+            world_size=self.machines.world_size,
+            adapter=method.adapter,
+            bits=method.bits,
+            rank=adapter.rank,
+            dropout=adapter.dropout,
+            targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
+            modules_to_save=tuple(adapter.modules_to_save),
+            optimizer=train.optimizer,
+            weights=train.weights,
+            precision=self.precision,
+            row_tokens=data.max_length,
+            packing=data.packing,
+        )
+
+    @property
+    def method(self) -> Method:
+        """Of the configuration."""
+        bits = self.cfg.quantization.bits
+        return Method(self.cfg.adapter.type, None if bits == "none" else bits)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """None where it is left open."""
+        found = _if_set(self.cfg.train, "micro_batch_size")
+        return found if isinstance(found, int) else None
+
+    @property
+    def checkpointing(self) -> tuple[bool, ...]:
+        """Both where it is left open."""
+        found = _if_set(self.cfg.train, "activation_checkpointing")
+        return (False, True) if found in (None, "auto") else (found == "full",)
+
+
+def _read(arguments: Sequence[str], options: Options) -> _Read:
+    refuse_if_any(problems(options))
+    cfg = parse(Sections, [*arguments, *words_of(given_flags(arguments, options))])
+    machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
+    precision, notes = _precision(options, machines)
+    return _Read(cfg, machines, precision, notes)
+
+
+def asked(arguments: Sequence[str], options: Options) -> Asked:
+    """Read a question.
+
+    Args:
+        arguments: ``--config FILE`` and flags of the recipe.
+
+    Raises:
+        InputError: for what can be put right, with a sentence for each thing that is wrong.
+        SystemExit: after ``--print_config``.
+    """
+    read = _read(arguments, options)
+    cfg, machines, notes = read.cfg, read.machines, list(read.notes)
+    shape = shape_of(read_config(cfg.model.path, cfg.model.revision))
+    flags = all_flags(arguments, options)
+    batch, batch_is_given = cfg.train.global_batch_size, "global_batch_size" in cfg.train.model_fields_set
+    if not batch_is_given and config_file(arguments) is None and batch % machines.world_size:
+        batch = -(-batch // machines.world_size) * machines.world_size
+        flags["train.global_batch_size"] = str(batch)
+        notes.append(f"A step is taken to have {batch} rows, which {machines.world_size} GPUs can share.")
+    methods = _methods(read, options, shape, is_open=config_file(arguments) is None)
+    refuse_if_any(_contradictions(shape, read, options, batch))
+    for method in methods:
+        trained_parameters(shape, read.setting(method))  # knows what an adapter can be asked for
+    if shape.not_counted:
+        notes.append(f"Of the model, {', '.join(shape.not_counted)} is not counted.")
+    notes += _on_weights(cfg.model)
+    here = options.gpus is None
+    host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
+    disk = options.disk * GIB if options.disk else free_disk(Path(cfg.train.output_dir)) if here else None
+    question = Question(
+        shape=shape,
+        machines=machines,
+        base=read.setting(read.method),
+        global_batch_size=batch,
+        mean_document_tokens=options.document_tokens or cfg.data.max_length,
+        methods=methods,
+        strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
+        checkpointing=read.checkpointing,
+        micro_batch_size=read.micro_batch_size,
+        epoch_tokens=options.tokens,
+        host_bytes=None if host is None else int(host),
+        disk_bytes=None if disk is None else int(disk / (cfg.checkpoint.keep + 1)),
+        config_file=config_file(arguments),
+        flags=tuple(flags.items()),
+    )
+    return Asked(question, cfg.model.path, cfg.model.revision, batch_is_given, tuple(notes))
+
+
+def _on_weights(model: sections.Model) -> list[str]:
+    """What a run would say of the weights in a model's folder. A plan needs none."""
+    if model.random_weights or not Path(model.path).is_dir():
+        return []
+    try:
+        weight_files.shapes(weight_files.local_files(Path(model.path)))
+    except InputError as error:
+        return [f"A run would be refused: {error}"]
+    return []
+
+
+def setting_alone(arguments: Sequence[str], options: Options) -> tuple[dict[str, Any], Setting] | None:
+    """The contents of a config.json that the formulas do not know, and the one way to train that was asked for.
+
+    None for a model that they know.
+
+    Raises:
+        InputError: see ``asked``; and if it is not told which strategy is meant.
+    """
+    read = _read(arguments, options)
+    model_config = read_config(read.cfg.model.path, read.cfg.model.revision)
+    if model_config.get("model_type") in {*FAMILIES, *NESTED}:
+        return None
+    if options.strategy is None and read.machines.world_size > 1:
+        raise InputError("The formulas do not know this model, so that nothing is compared; name one with --strategy.")
+    micro_batch_size = read.micro_batch_size or 1
+    unit = micro_batch_size * read.machines.world_size
+    method = METHODS[options.method] if options.method not in (None, "all") else read.method
+    setting = replace(
+        read.setting(method),
+        strategy=STRATEGIES[0] if options.strategy is None else strategy_named(options.strategy),
+        micro_batch_size=micro_batch_size,
+        accumulation=max(1, read.cfg.train.global_batch_size // unit),
+        activation_checkpointing=read.checkpointing[0],
+    )
+    return model_config, setting
+
+
+def _if_set(section: sections.Section, key: str) -> object:
+    """A key's value where a user wrote one."""
+    return section.model_dump()[key] if key in section.model_fields_set else None
+
+
+def _methods(read: _Read, options: Options, shape: ModelShape, *, is_open: bool) -> tuple[Method, ...]:
+    """Those to compare: asked for by name, else the configuration's; all where a model alone is asked about."""
+    is_said = {"type"} & read.cfg.adapter.model_fields_set or {"bits"} & read.cfg.quantization.model_fields_set
+    if options.method == "all" or (options.method is None and is_open and not is_said):
+        return tuple(METHODS.values())
+    adapter, bits = read.method
+    return (Method(adapter, bits or shape.published_bits) if options.method is None else METHODS[options.method],)
+
+
+def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ...]]:
+    """The launch's mixed precision, and what is to be said of it."""
+    if options.mixed_precision is not None:
+        problem = precision_problem(machines.gpu, options.mixed_precision)
+        refuse_if_any([problem] if problem else [])
+        return options.mixed_precision, ()
+    if precision_problem(machines.gpu, "bf16") is None:
+        return "bf16", ()
+    return "fp16", (f"{machines.gpu.name} does not multiply in bf16; fp16 is taken in its place.",)
+
+
+def _contradictions(shape: ModelShape, read: _Read, options: Options, batch: int) -> list[str]:
+    found, row_tokens = [], read.cfg.data.max_length
+    if shape.positions is not None and row_tokens > shape.positions:
+        found.append(
+            f"data.max_length {row_tokens}: the model is made for rows of at most {shape.positions} positions; set it "
+            f"to {shape.positions} or less."
+        )
+    if options.document_tokens is not None and options.document_tokens > row_tokens:
+        found.append(
+            f"--document-tokens {options.document_tokens:g}: documents do not lie in rows of {row_tokens} tokens; give "
+            f"at most {row_tokens}."
+        )
+    micro_batch_size = read.micro_batch_size or 1
+    if batch % (micro_batch_size * read.machines.world_size):
+        from finetune.data.sampler import batch_problems  # imports NumPy
+
+        found += batch_problems(batch, micro_batch_size, read.machines.world_size)
+    return found

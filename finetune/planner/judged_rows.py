@@ -1,0 +1,103 @@
+"""One row of the answer: a way to train, the memory that it needs, its speed, and whether it fits."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from finetune.planner.peak_memory import StepMemory, checkpoint_bytes, host_bytes, needed_bytes, step_memory
+from finetune.planner.question import Method, Question, method_of
+from finetune.planner.shape import ModelShape
+from finetune.planner.speed import StepTime, step_time
+from finetune.trace.setting import Setting
+from finetune.units import GIB
+
+Verdict = Literal["fits", "tight", "does not fit"]
+COMFORTABLE = 0.9
+"""Share of a memory up to which something fits without a doubt; above it, up to all of it, it is tight."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one kind of memory: needed, and there (None: not known)."""
+
+    what: str
+    bytes: int
+    there: int | None
+
+    @property
+    def share(self) -> float | None:
+        return None if self.there is None else self.bytes / self.there
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is not known is no obstacle."""
+        return "fits" if self.there is None else verdict(self.bytes, self.there)
+
+
+def verdict(needed: float, there: float) -> Verdict:
+    """Whether so many bytes find room."""
+    if needed > there:
+        return "does not fit"
+    return "fits" if needed <= COMFORTABLE * there else "tight"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train, judged."""
+
+    setting: Setting
+    memory: StepMemory
+    """At the peak, as PyTorch's allocator counts it."""
+    gpu: Need
+    """With what a GPU needs beside the allocator's peak."""
+    host: Need
+    """Of one machine."""
+    disk: Need
+    """Of one checkpoint."""
+    time: StepTime
+
+    @property
+    def method(self) -> Method:
+        return method_of(self.setting)
+
+    @property
+    def name(self) -> str:
+        """As part of a sentence."""
+        method = "full fine-tuning" if self.setting.adapter == "none" else self.method.text
+        return f"{method} under {self.setting.strategy}"
+
+    @property
+    def worst(self) -> Need:
+        """The memory of which most is taken."""
+        return max((self.gpu, self.host, self.disk), key=lambda need: need.share or 0.0)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return self.worst.verdict
+
+
+def judged(question: Question, setting: Setting) -> Row:
+    """Predict one way to train.
+
+    Raises:
+        InputError: if setting and question contradict one another.
+    """
+    memory = step_memory(question.shape, setting)
+    machines = question.machines
+    alike = replace(setting, micro_batch_size=1, accumulation=1, activation_checkpointing=False)
+    host, disk = _beside_the_gpu(question.shape, alike, machines.gpus_per_node)
+    return Row(
+        setting=setting,
+        memory=memory,
+        gpu=Need("GPU memory", needed_bytes(memory, setting), int(machines.gpu.memory_gib * GIB)),
+        host=Need("host memory", host, question.host_bytes),
+        disk=Need("disk", disk, question.disk_bytes),
+        time=step_time(question.shape, setting, machines, mean_document_tokens=question.mean_document_tokens),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _beside_the_gpu(shape: ModelShape, setting: Setting, processes_of_machine: int) -> tuple[int, int]:
+    """Bytes of host memory and of a checkpoint: no matter of micro-batches."""
+    host = host_bytes(shape, setting, processes_of_machine=processes_of_machine)
+    return host, checkpoint_bytes(shape, setting)

@@ -1,0 +1,67 @@
+"""The command that starts a run as it was planned."""
+
+import shlex
+from collections.abc import Iterable
+
+from finetune.hardware.cards import Machines
+from finetune.planner.question import Question
+from finetune.trace.setting import Setting
+
+WIDTH = 80
+INDENT = "  "
+
+
+def launch_command(question: Question, setting: Setting) -> list[list[str]]:
+    """Words of the command, those together that belong on one line: a flag and its value."""
+    given = [["--config", question.config_file]] if question.config_file else []
+    wanted = recipe_flags(question, setting)
+    repeated = [[f"--{key}", value] for key, value in question.flags if key not in wanted]
+    return [
+        ["accelerate", "launch"],
+        *launcher_flags(setting, question.machines),
+        ["recipes/sft.py"],
+        *given,
+        *repeated,
+        *([f"--{key}", value] for key, value in wanted.items()),
+    ]
+
+
+def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
+    """What ``accelerate launch`` is told; of several machines each has a rank of its own."""
+    flags = [
+        ["--config_file", f"accelerate_configs/{setting.strategy}.yaml"],
+        ["--num_processes", str(setting.world_size)],
+    ]
+    if machines.nodes > 1:
+        flags += [
+            ["--num_machines", str(machines.nodes)],
+            ["--machine_rank", "RANK_OF_THIS_MACHINE"],
+            ["--main_process_ip", "ADDRESS_OF_MACHINE_0"],
+            ["--main_process_port", "29500"],
+        ]
+    return flags + ([["--mixed_precision", setting.precision]] if setting.precision != "bf16" else [])
+
+
+def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
+    """Keys of the recipe that make a run this one, whatever its configuration says."""
+    flags = {
+        "train.micro_batch_size": str(setting.micro_batch_size),
+        "train.activation_checkpointing": "full" if setting.activation_checkpointing else "none",
+    }
+    if (setting.adapter, setting.bits) != (question.base.adapter, question.base.bits):
+        flags["adapter.type"] = setting.adapter
+        if not question.shape.published_bits:
+            flags["quantization.bits"] = str(setting.bits or "none")
+    return flags
+
+
+def in_lines(words: Iterable[Iterable[str]], width: int = WIDTH) -> str:
+    """The command for a shell, in lines that end in a backslash where they go on."""
+    lines = [""]
+    for group in words:
+        text = " ".join(shlex.quote(word) for word in group)
+        if lines[-1] and len(lines[-1]) + 1 + len(text) + 2 > width:
+            lines.append(INDENT + text)
+        else:
+            lines[-1] = f"{lines[-1]} {text}" if lines[-1] else text
+    return " \\\n".join(lines)

@@ -1,0 +1,59 @@
+"""A model's config.json, read from a folder, a file or the hub, without PyTorch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import InputError, first_line
+from finetune.hub_access import refuse_without_access
+
+
+def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
+    """The contents of a model's config.json.
+
+    Args:
+        path: a model's folder, a config.json file of whatever name, or an id on the hub (owner/name), of which
+            nothing but the config.json is downloaded.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        InputError: if there is none, it cannot be had, or it is not a JSON object.
+    """
+    file = _file(path, revision)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({first_line(error)}); give a model's config.json.") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} holds no JSON object; give a model's config.json.")
+    return config
+
+
+def _file(path: str, revision: str | None) -> Path:
+    if Path(path).is_file():
+        return Path(path)
+    if Path(path).is_dir():
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise InputError(f"The folder {path} has no config.json; give the folder of a transformers model.")
+        return file
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise InputError(
+            f"There is no file or folder {path}; give a model's folder, its config.json, or its id on the hub "
+            "(owner/name)."
+        )
+    return _download(path, revision)
+
+
+def _download(model_id: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, hf_hub_download  # a tenth of a second
+
+    refuse_without_access(model_id, "config.json", revision=revision)
+    try:
+        return Path(hf_hub_download(model_id, "config.json", revision=revision))
+    except (OSError, ValueError, errors.EntryNotFoundError) as error:
+        at = f" at {revision}" if revision else ""
+        raise InputError(
+            f"{model_id}{at} is no folder here, and its config.json cannot be had from the hub "
+            f"({first_line(error)}); check the name and the connection, or give the path of a config.json."
+        ) from error

@@ -1,0 +1,194 @@
+"""The plan of a run that is about to start: what it will take, what is left to it to choose, and how it turned out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune import __version__
+from finetune.config.compatibility import STRATEGIES
+from finetune.errors import refuse_if_any
+from finetune.hardware.cards import Machines
+from finetune.planner import inventory
+from finetune.planner.candidates import fastest
+from finetune.planner.judged_rows import Row, judged
+from finetune.planner.nearest import nearest_that_fits
+from finetune.planner.peak_memory import StepMemory, checkpoint_bytes, step_memory
+from finetune.planner.question import method_of, question_about
+from finetune.planner.shape import ModelShape, shape_of, trained_parameters
+from finetune.planner.speed import step_time
+from finetune.trace.setting import Setting
+from finetune.units import GIB, MIB, size_text
+
+PART_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "gathered": "gathered",
+    "workspace": "workspace",
+}
+MOST_PARTS = 4
+"""That are named in the run's output."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will take by the formulas."""
+
+    shape: ModelShape
+    setting: Setting
+    machines: Machines | None
+    """None in a rehearsal without a GPU."""
+    memory: StepMemory
+    row: Row | None
+    """The judgement, where there is a GPU."""
+    mean_document_tokens: float
+
+    def describe(self) -> list[str]:
+        """Three lines for the run's output, of about a hundred columns."""
+        rows, kept = self.setting.micro_batch_size, "recomputed" if self.setting.activation_checkpointing else "kept"
+        micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, activations {kept}"
+        checkpoint = f"checkpoint {size_text(checkpoint_bytes(self.shape, self.setting))}"
+        if self.row is None:
+            return [
+                self._parts(),
+                f"plan: {micro_batch}",
+                f"plan: {checkpoint}; finetune plan tells which GPUs it fits",
+            ]
+        need, time = self.row.gpu, self.row.time
+        assert need.there is not None
+        assert self.machines is not None
+        speed = "" if time.stand_in else f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.0%}; "
+        return [
+            self._parts(),
+            f"plan: {size_text(need.bytes)} with CUDA's own and fragmentation, of {size_text(need.there)} on each GPU "
+            f"({self.machines.text}): {self.row.verdict}",
+            f"plan: {speed}{micro_batch}; {checkpoint}",
+        ]
+
+    def _parts(self) -> str:
+        """The peak as a line, with the largest of its parts."""
+        parts = sorted(self.memory.parts.items(), key=lambda part: -part[1])
+        unit = GIB if self.memory.peak >= GIB else MIB
+        named = {PART_NAMES[name]: size for name, size in parts[:MOST_PARTS]}
+        named["other"] = sum(size for _, size in parts[MOST_PARTS:])
+        texts = [f"{name} {size / unit:.1f}" for name, size in named.items() if size >= 0.05 * unit]
+        return f"plan: peak {size_text(self.memory.peak)}: {', '.join(texts)}"
+
+    def problems(self) -> list[str]:
+        """Why the run cannot fit, with the nearest one that does, as a sentence.
+
+        What counts is the peak alone: what is needed beside it is assumed, and the rehearsal before the first step
+        finds out.
+        """
+        if self.row is None or self.machines is None:
+            return []
+        need = self.row.gpu
+        assert need.there is not None
+        if self.memory.peak <= need.there:
+            return []
+        nearest = nearest_that_fits(
+            self.shape, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
+        )
+        what = f"To fit, {nearest.text}." if nearest else "Nothing that could be changed makes it fit."
+        return [
+            f"This run would take {size_text(self.memory.peak)} at its peak on each GPU, which has "
+            f"{size_text(need.there)}. {what} "
+            "(--train.plan_check off starts it all the same.)"
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """For run.yaml."""
+        predicted: dict[str, Any] = {
+            "peak_memory_gib": round(self.memory.peak / GIB, 4),
+            "parts_gib": {name: round(size / GIB, 4) for name, size in self.memory.parts.items()},
+            "formulas": __version__,
+        }
+        if self.row is not None and not self.row.time.stand_in:
+            predicted |= {
+                "tokens_per_second": round(self.row.time.tokens_per_second),
+                "mfu": round(self.row.time.mfu, 4),
+            }
+        return predicted
+
+    def compare(self, *, peak_memory_gib: float | None, tokens_per_second: float | None) -> list[str]:
+        """Predicted beside measured, as lines; what was not measured is left out."""
+        predicted, lines = self.record(), []
+        if peak_memory_gib:
+            gib = predicted["peak_memory_gib"]
+            off = gib / peak_memory_gib - 1
+            lines.append(f"peak memory: {peak_memory_gib:.2f} GiB, predicted {gib:.2f} ({off:+.1%})")
+        if tokens_per_second and "tokens_per_second" in predicted:
+            speed = predicted["tokens_per_second"]
+            off = speed / tokens_per_second - 1
+            lines.append(f"speed: {tokens_per_second:,.0f} tokens/s, predicted {speed:,} ({off:+.0%})")
+        return lines
+
+
+def plan_run(
+    config: Mapping[str, Any],
+    setting: Setting,
+    *,
+    machines: Machines | None,
+    global_batch_size: int,
+    mean_row_tokens: float,
+    mean_document_tokens: float,
+    micro_batch_size: int | None,
+    activation_checkpointing: bool | None,
+) -> RunPlan:
+    """Plan a run, and choose what is left open: the fastest that fits.
+
+    Memory is that of the longest row, time that of a mean one. Without a GPU nothing is there to choose by: one row at
+    a time, activations kept.
+
+    Args:
+        config: the model's config.json.
+        setting: all that is given; ``row_tokens`` of the longest row.
+        machines: the GPUs of the run; None in a rehearsal.
+        mean_row_tokens: positions of a row, padding included.
+        mean_document_tokens: of a document.
+        micro_batch_size: None to choose it.
+        activation_checkpointing: None to choose it.
+
+    Raises:
+        InputError: if the formulas do not know the model, or not all that is trained of it.
+    """
+    shape = shape_of(config)
+    refuse_if_any(_not_covered(shape, setting))
+    open_rows, open_recompute = micro_batch_size is None, activation_checkpointing is None
+    setting = replace(
+        setting,
+        micro_batch_size=micro_batch_size or 1,
+        activation_checkpointing=bool(activation_checkpointing),
+        accumulation=global_batch_size // ((micro_batch_size or 1) * setting.world_size),
+    )
+    documents = min(mean_document_tokens, setting.row_tokens)
+    if machines is None:
+        return RunPlan(shape, setting, None, step_memory(shape, setting), None, documents)
+    question = question_about(shape, setting, machines, mean_document_tokens=documents)
+    if open_rows or open_recompute:
+        question = replace(
+            question,
+            micro_batch_size=None if open_rows else micro_batch_size,
+            checkpointing=(False, True) if open_recompute else (bool(activation_checkpointing),),
+        )
+        row = fastest(question, setting.strategy, method_of(setting))
+    else:
+        row = judged(question, setting)
+    mean = replace(row.setting, row_tokens=max(1, min(setting.row_tokens, round(mean_row_tokens))))
+    time = step_time(shape, mean, machines, mean_document_tokens=min(documents, mean.row_tokens))
+    return RunPlan(shape, row.setting, machines, row.memory, replace(row, time=time), documents)
+
+
+def _not_covered(shape: ModelShape, setting: Setting) -> list[str]:
+    """What of a run the formulas leave out, as sentences."""
+    found = []
+    if setting.strategy not in STRATEGIES:
+        found.append(f"The planner does not know {setting.strategy}, only {', '.join(STRATEGIES)}.")
+    if shape.not_counted:
+        found.append(f"The planner does not count the model's {', '.join(shape.not_counted)}.")
+    counted = sum(weight.elements for weight in inventory.of_model(shape, setting) if weight.trained)
+    if counted != trained_parameters(shape, setting):
+        found.append("The planner does not count all that adapter.targets and adapter.modules_to_save train.")
+    return found

@@ -1,0 +1,99 @@
+"""What a user wrote after ``finetune plan``: its own options, and the flags of the recipe that they stand for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import InputError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The verb's own options; None where one is not given."""
+
+    gpus: str | None = None
+    model: str | None = None
+    row_tokens: int | None = None
+    global_batch_size: int | None = None
+    document_tokens: float | None = None
+    method: str | None = None
+    """A name of ``METHODS``, or all."""
+    strategy: str | None = None
+    mixed_precision: str | None = None
+    tokens: float | None = None
+    host_memory: float | None = None
+    """GiB of one machine."""
+    disk: float | None = None
+    """GiB that are free for checkpoints."""
+
+
+def problems(options: Options) -> list[str]:
+    """Numbers that mean nothing, each in a sentence."""
+    numbers = {
+        "--row-tokens": options.row_tokens,
+        "--global-batch-size": options.global_batch_size,
+        "--document-tokens": options.document_tokens,
+        "--tokens": options.tokens,
+        "--host-memory": options.host_memory,
+        "--disk": options.disk,
+    }
+    return [
+        f"{name} {number:g}: give a number above 0, or leave it out."
+        for name, number in numbers.items()
+        if number is not None and not 0 < number < float("inf")
+    ]
+
+
+def given_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
+    """Flags of the recipe that the verb's options stand for; without a configuration, also what it would need."""
+    named = [word.split("=")[0] for word in arguments]
+    flags: dict[str, str] = {}
+    if options.model is not None:
+        flags["model.path"] = options.model
+        for key, value in (("data.train", "YOUR_DATA.jsonl"), ("train.output_dir", "runs/planned")):
+            if "--config" not in named and f"--{key}" not in named:
+                flags[key] = value
+    elif "--config" not in named and "--model.path" not in named:
+        raise InputError(
+            "There is nothing to plan; give --config FILE, or --model with a folder, config.json or hub id."
+        )
+    if options.row_tokens is not None:
+        flags["data.max_length"] = str(options.row_tokens)
+    if options.global_batch_size is not None:
+        flags["train.global_batch_size"] = str(options.global_batch_size)
+    return flags
+
+
+def words_of(flags: dict[str, str]) -> list[str]:
+    return [word for key, value in flags.items() for word in (f"--{key}", value)]
+
+
+def all_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
+    """All flags of the recipe, for the command: those that were written, and those that options stand for."""
+    written: dict[str, str] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            key, equals, value = word.removeprefix("--").partition("=")
+            written[key] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
+    flags = {**given_flags(arguments, options), **written}
+    if "model.path" in flags:
+        flags["model.path"] = _loadable(flags["model.path"])
+    return {key: value for key, value in flags.items() if key != "config"}
+
+
+def _loadable(path: str) -> str:
+    """What a run can load where the planner was content with a config.json."""
+    if not Path(path).is_file():
+        return path
+    return str(Path(path).parent) if Path(path).name == "config.json" else "YOUR_MODEL"
+
+
+def config_file(arguments: Sequence[str]) -> str | None:
+    for place, word in enumerate(arguments):
+        if word.startswith("--config="):
+            return word.removeprefix("--config=")
+        if word == "--config" and place + 1 < len(arguments):
+            return arguments[place + 1]
+    return None

@@ -1,8 +1,0 @@
-"""``python -m finetune.strategy``: build DeepSpeed's C++ operations beforehand."""
-
-import torch
-
-from .deepspeed_ops import build, problems
-
-if __name__ == "__main__":
-    build(cpu=not torch.cuda.is_available(), offload=True, nvme=not problems(nvme=True))

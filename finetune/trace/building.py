@@ -1,0 +1,104 @@
+"""The model that the recipe would load, made of fake tensors, or of real ones for a comparison."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
+
+from finetune.models import adapter as adapters
+from finetune.models import attention, quantization
+from finetune.models import loading as models
+from finetune.trace.setting import Setting
+
+
+class Params4bit(FakeTensor):
+    """A fake weight that Accelerate and PEFT take for bitsandbytes' own, by the name of its class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Params4bit":
+        return self  # PEFT copies a layer, to read it
+
+
+def build(config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, real: bool = False) -> PreTrainedModel:
+    """Model and adapter, before the strategy has prepared them.
+
+    Args:
+        dtype: in which the recipe loads the weights.
+        real: with random weights, to compute with.
+    """
+    if setting.packing:
+        attention.register()
+    chosen: dict[str, Any] = {"attn_implementation": attention.PACKED} if setting.packing else {}
+    with contextlib.nullcontext() if real else initialization.no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
+    model.tie_weights()  # which the initialisation that was left out does
+    if setting.bits and real:
+        quantization.quantize(model, setting.bits, dtype, torch.device("cpu"))
+    elif setting.bits:
+        _quantise(model, setting.bits, dtype)
+    if setting.bits:
+        # for PEFT; what is loaded by its name has them
+        vars(model).update(is_loaded_in_4bit=setting.bits == 4, is_loaded_in_8bit=setting.bits == 8)
+        quantization.settle(model, dtype)
+    attach(model, setting, dtype)
+    if setting.activation_checkpointing:
+        models.recompute_activations(model)
+    return model
+
+
+def attach(model: PreTrainedModel, setting: Setting, dtype: torch.dtype) -> None:
+    """Attach the adapter of a setting, where it has one."""
+    if setting.adapter != "none":
+        adapters.attach(
+            model,
+            kind=setting.adapter,
+            rank=setting.rank,
+            alpha=2.0 * setting.rank,
+            rank_stabilized=False,
+            dropout=setting.dropout,
+            targets=setting.targets if isinstance(setting.targets, str) else list(setting.targets),
+            modules_to_save=list(setting.modules_to_save),
+            base="",
+            revision=None,
+            dtype=dtype,
+            seed=0,
+        )
+
+
+def _quantise(model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
+    """As ``quantization.quantize``, with plain parameters: bitsandbytes' own classes lose that a tensor is fake.
+
+    8-bit layers have no threshold here. Beyond it, real ones multiply the columns of their input that hold outliers in
+    16 bits: how many there are is not in the shapes.
+    """
+    import bitsandbytes as bnb
+
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if type(layer) is not torch.nn.Linear or layer is head:
+            continue
+        rows, columns, bias = layer.out_features, layer.in_features, layer.bias is not None
+        new: Any
+        if bits == 4:
+            packed, state = bnb.functional.quantize_4bit(
+                layer.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=dtype
+            )
+            with _disable_current_modes():  # its weight, of a class of its own, is replaced
+                new = bnb.nn.Linear4bit(columns, rows, bias, compute_dtype=dtype, device="meta")
+            weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+            weight.quant_state = new.quant_state = state
+            weight.bnb_quantized, weight.quant_storage, weight.blocksize = True, dtype, 64
+            weight.compress_statistics, weight.quant_type = True, "nf4"
+            weight.__class__ = Params4bit
+            new.quant_storage = dtype
+        else:
+            with _disable_current_modes():
+                new = bnb.nn.Linear8bitLt(columns, rows, bias, has_fp16_weights=False, threshold=0.0, device="meta")
+            whole, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
+            weight = torch.nn.Parameter(whole, requires_grad=False)
+            weight.CB, weight.SCB, weight.has_fp16_weights = whole, scales, False
+        new.weight, new.bias = weight, layer.bias
+        new.requires_grad_(False)
+        model.set_submodule(name, new)

@@ -1,0 +1,77 @@
+"""What each strategy splits over its processes, where it lies, and when it travels: the planner's table of strategies.
+
+Read off ``accelerate_configs/*.yaml`` and ``distributed/``; ``tests/test_plan_sharded.py`` holds it against what
+real processes hold.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+REPLICAS = 2
+"""Copies of the sharded model under hsdp."""
+Place = Literal["gpu", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Properties of a strategy on a number of processes."""
+
+    weight_shards: int
+    """Processes over which the weights are split; 1: whole on every GPU."""
+    gradient_shards: int
+    optimizer_shards: int
+    """Over which optimizer state and master weights are split."""
+    replicas: int
+    """Copies of what is split."""
+    framework: Literal["plain", "replicated", "fully_shard", "zero"]
+    """Whose buffers are allocated: none, DistributedDataParallel, FSDP2, DeepSpeed."""
+    zero_stage: int = 0
+    weights_on: Place = "gpu"
+    """Of the sharded weights between the layers' uses."""
+    optimizer_on: Place = "gpu"
+
+    @property
+    def computes_under_autocast(self) -> bool:
+        """Trained weights are fp32 and cast in each use, where the others compute with 16-bit copies."""
+        return self.framework in ("plain", "replicated")
+
+    @property
+    def averages_each_micro_batch(self) -> bool:
+        """Gradients are reduced after every micro-batch, else once a step."""
+        return self.framework == "fully_shard" or self.zero_stage >= 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient's element on the wire: reduced in fp32 under every strategy."""
+        return 4
+
+
+def placement_of(strategy: str, world_size: int) -> Placement:
+    """The placement of a strategy file on so many processes.
+
+    Raises:
+        KeyError: for a strategy that is none of ``compatibility.STRATEGIES``.
+    """
+    n = world_size
+    shards = n // REPLICAS
+    return {
+        "single": Placement(1, 1, 1, 1, "plain"),
+        "ddp": Placement(1, 1, 1, n, "replicated"),
+        "fsdp2": Placement(n, n, n, 1, "fully_shard"),
+        "fsdp2_offload": Placement(n, n, n, 1, "fully_shard", weights_on="host", optimizer_on="host"),
+        "hsdp": Placement(shards, shards, shards, REPLICAS, "fully_shard"),
+        "zero1": Placement(1, 1, n, 1, "zero", 1),
+        "zero2": Placement(1, n, n, 1, "zero", 2),
+        "zero3": Placement(n, n, n, 1, "zero", 3),
+        "zero3_offload": Placement(n, n, n, 1, "zero", 3, weights_on="host", optimizer_on="host"),
+        "zero3_nvme": Placement(n, n, n, 1, "zero", 3, weights_on="disk", optimizer_on="disk"),
+    }[strategy]
+
+
+def world_sizes_problem(strategy: str, world_size: int) -> str | None:
+    """Why a strategy cannot run on so many GPUs, as a sentence; None if it can."""
+    if strategy == "single" and world_size > 1:
+        return "single is for one GPU; take ddp, or a strategy that shards."
+    if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):
+        return f"hsdp keeps {REPLICAS} replicas over at least 2 GPUs each; take a multiple of 2 from 4 on."
+    return None

@@ -1,0 +1,169 @@
+"""What a model has learnt: its loss on held-out rows, and its answers to questions."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.rows import Rows
+from finetune.data.sampler import EMPTY, micro_batches
+from finetune.errors import InputError
+from finetune.models import loading as models
+from finetune.training.loss import LossSum
+
+TOKENS_AT_ONCE = 2048
+"""Of questions that are answered together, with their answers: 1 GiB in the cache of Llama 2 7B."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is answered before and after training."""
+
+    name: str
+    """In words; no two questions have the same."""
+    prompt: list[int]
+    """Tokens up to where the answer begins."""
+    expected: str | None = None
+    """The held-out row's own answer, where it is compared."""
+    expected_tokens: int = 0
+
+    def most_tokens(self, max_new_tokens: int) -> int:
+        """Length of the answer, at most: one that is compared may be as long as the expected one."""
+        return max(max_new_tokens, self.expected_tokens)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    loss_sum: LossSum,
+    held_out: Rows,
+    *,
+    micro_batch_size: int,
+    collate: Callable,
+) -> float:
+    """Loss per trained token over the held-out rows, in nats."""
+    model.eval()
+    at_once = micro_batch_size * accelerator.num_processes
+    order = held_out.lengths.argsort(kind="stable").tolist()  # rows of like length: little padding
+    order += [EMPTY] * (-len(order) % at_once)
+    total = torch.zeros((), device=accelerator.device)
+    for places in micro_batches(
+        order,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        micro_batch_size=micro_batch_size,
+    ):
+        total += loss_sum(model, collate([[held_out[i]] if i != EMPTY else [] for i in places], accelerator.device))
+    model.train()
+    return accelerator.reduce(total, "sum").item() / int(held_out.trained_tokens.sum())
+
+
+def answers(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Question],
+    max_new_tokens: int,
+) -> dict[str, str]:
+    """Greedy answers by the names of their questions.
+
+    Every process answers all of them, since layers may be sharded over them.
+    """
+    model.eval()
+    bare = accelerator.unwrap_model(model)
+    texts: dict[str, str] = {}
+    for batch in _batches(asked, max_new_tokens):
+        found = models.answers(
+            bare,
+            tokenizer,
+            [question.prompt for question in batch],
+            most_tokens=[question.most_tokens(max_new_tokens) for question in batch],
+            device=accelerator.device,
+        )
+        texts |= zip((question.name for question in batch), found)
+    model.train()
+    return texts
+
+
+def _batches(asked: Sequence[Question], max_new_tokens: int) -> Iterator[list[Question]]:
+    """Questions of like length, up to ``TOKENS_AT_ONCE`` with padding and answers, or one alone.
+
+    With room for 100 tokens and answers of 10, prompts of 40, 8 and 30 tokens are two batches: (40, 30) and (8).
+    """
+    batch: list[Question] = []
+    for question in sorted(asked, key=lambda question: len(question.prompt), reverse=True):
+        longer = [*batch, question]
+        each = len(longer[0].prompt) + max(other.most_tokens(max_new_tokens) for other in longer)
+        if batch and len(longer) * each > TOKENS_AT_ONCE:
+            yield batch
+            longer = [question]
+        batch = longer
+    if batch:
+        yield batch
+
+
+def questions(
+    prompts: int | list[str], held_out: Rows | None, tokenizer: PreTrainedTokenizerBase, *, compared: bool
+) -> list[Question]:
+    """What to answer: given texts, or the first held-out rows up to their last answer.
+
+    Args:
+        compared: ask every held-out row, and hold the answer against the row's own.
+
+    Raises:
+        InputError: if no held-out row can be asked.
+    """
+    asked = []
+    if isinstance(prompts, list):
+        asked = [Question(*each) for each in zip(prompts, models.prompt_tokens(tokenizer, prompts))]
+    count = None if compared else prompts if isinstance(prompts, int) else 0
+    if held_out is None or count == 0:
+        return asked
+    # an answer that was cut at data.max_length is nobody's to give
+    whole = (row for row in held_out if row.prompt_tokens and (not compared or row.uncut_tokens == len(row.tokens)))
+    rows = list(islice(whole, count))
+    if not rows:
+        key, instead = "prompts", "give the questions as a list of texts, or set it to 0"
+        if compared:
+            key, instead = "exact_match", "set it to false"
+        raise InputError(
+            f"eval.{key} asks for answers to held-out questions, but no held-out row has a whole answer that can be "
+            f"told from its question (plain texts, data.train_on all, or rows cut at data.max_length); {instead}."
+        )
+    names = {question.name for question in asked}
+    for number, row in enumerate(rows, start=1):
+        name = row.question if row.question not in names else f"{row.question} (held-out row {number})"
+        names.add(name)
+        answer = row.tokens[row.prompt_tokens : row.spans[-1][1]].tolist()
+        own = (models.answer_texts(tokenizer, [answer])[0], len(answer)) if compared else (None, 0)
+        asked.append(Question(name, row.tokens[: row.prompt_tokens].tolist(), *own))
+    return asked
+
+
+def exact_match(asked: Sequence[Question], answered: Mapping[str, str]) -> float | None:
+    """Share of the compared questions whose answer is the expected one, word for word; None if one was not asked."""
+    compared = [question for question in asked if question.expected is not None]
+    if any(question.name not in answered for question in compared):
+        return None
+    return sum(answered[question.name] == question.expected for question in compared) / len(compared)
+
+
+def shown(asked: Sequence[Question], answered: Mapping[str, str], prompts: int | list[str]) -> dict[str, str]:
+    """Answers for a person to read. Of compared ones so many as are asked for, as often right as all of them are.
+
+    Of 36 compared answers of which 27 are right, 4 are the first three right ones and then the first wrong one.
+    """
+    count = prompts if isinstance(prompts, int) else 0
+    texts = {question.name: answered[question.name] for question in asked if question.expected is None}
+    compared = [question for question in asked if question.expected is not None]
+    right = [question for question in compared if answered[question.name] == question.expected]
+    wrong = [question for question in compared if answered[question.name] != question.expected]
+    right_ones = round(min(count, len(compared)) * len(right) / max(1, len(compared)))
+    texts |= {question.name: answered[question.name] for question in right[:right_ones]}
+    for question in wrong[: count - right_ones]:
+        texts[question.name] = f"{answered[question.name]}\n(expected: {question.expected})"
+    return texts

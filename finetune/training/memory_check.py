@@ -1,0 +1,60 @@
+"""One forward and backward pass for nothing: what does not fit in memory fails before the first step, not in hours.
+
+It leaves no trace: the loss is multiplied by zero, so that gradients which a strategy has already taken into its
+buffers are zero; the others are dropped; random states are restored; no optimizer steps.
+"""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from finetune.distributed.sharding import engine_of
+from finetune.errors import InputError
+from finetune.training.loss import LossSum
+from finetune.units import GIB
+
+
+def check_memory(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_sum: LossSum,
+    micro_batch: Any,
+    *,
+    optimizer_bytes: int,
+    what: str,
+    advice: str,
+) -> None:
+    """Compute the loss of a micro-batch and its gradients, and drop them.
+
+    Args:
+        optimizer_bytes: of state that the optimizer of this process has yet to make: kept occupied meanwhile. DeepSpeed
+            makes its own when it prepares.
+        what: names the batch, to be told if it does not fit.
+        advice: what to change then.
+
+    Raises:
+        InputError: if a GPU runs out of memory.
+    """
+    device, engine = accelerator.device, engine_of(model)
+    reserve = optimizer_bytes if device.type == "cuda" and engine is None else 0
+    gpus = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(gpus):
+            occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
+            if engine is None:
+                accelerator.backward(loss_sum(model, micro_batch) * 0)
+            else:  # not as Accelerate does it, for it would step
+                engine.set_gradient_accumulation_boundary(is_boundary=False)
+                engine.backward(loss_sum(model, micro_batch) * 0)
+            del occupied
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info() if gpus else (0, 0)
+        held = torch.cuda.memory_allocated() / GIB if gpus else 0.0
+        raise InputError(
+            f"{what} does not fit on the GPU: {held:.1f} of {total / GIB:.1f} GiB were held when it asked for more "
+            f"({str(error).splitlines()[0]}), with {free / GIB:.1f} GiB free. {advice}"
+        ) from error
+    if engine is None:
+        optimizer.zero_grad(set_to_none=True)

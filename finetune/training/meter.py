@@ -1,0 +1,192 @@
+"""The figures of each optimizer step; on a GPU read one step late, so that no step waits for it."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from finetune.errors import RunStopped
+from finetune.units import GIB
+
+MOST_SKIPPED_IN_A_ROW = 40
+"""A loss scale of 2^24 has been halved to nothing by then."""
+
+
+class Meter:
+    """Collects a step's tensors and turns them into numbers when the next step is under way."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        flops_per_token: float,
+        peak_flops: float | None,
+        max_bad_steps: int,
+        last_checkpoint: Callable[[], str],
+        counters: dict[str, int] | None = None,
+    ) -> None:
+        """
+        Args:
+            flops_per_token: model FLOPs per token of a row.
+            peak_flops: one GPU's FLOP/s, where they are known.
+            max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops.
+            last_checkpoint: tells in a clause where the run can be taken up again.
+            counters: of the run that is resumed.
+        """
+        self.accelerator = accelerator
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
+        self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
+        kinds = ("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row", "left_out_steps")
+        self.counters = dict.fromkeys(kinds, 0) | (counters or {})
+        """Steps that were left out so far: because fp16 overflowed, because a figure was not finite, and for either."""
+        self.clock = time.perf_counter()
+        self.speeds: list[float] = []
+        self.peak_memory_gib = 0.0
+
+    def measured(self) -> dict[str, float | None]:
+        """Of the steps so far: the peak, and the median of the tokens per second; None for what is not known."""
+        return {
+            "peak_memory_gib": self.peak_memory_gib or None,
+            "tokens_per_second": statistics.median(self.speeds) if self.speeds else None,
+        }
+
+    def update(
+        self,
+        *,
+        step: int,
+        rows: Callable[[], list[str]],
+        losses: torch.Tensor,
+        tokens: int,
+        row_tokens: int,
+        total_tokens: int,
+        grad_norm: float,
+        learning_rate: float,
+        skipped: bool,
+    ) -> list[dict[str, Any]]:
+        """Take up a step; return the metrics that can be read without waiting (on a GPU those of the step before).
+
+        Args:
+            rows: tells ``file:line`` of each row of the step, all processes; asked only if the run stops.
+            losses: sum of the token losses of each of this process's micro-batches, on its device.
+            tokens: trained tokens of the step, all processes.
+            row_tokens: tokens of the rows, trained or not; the useful work that ``mfu`` is of.
+            total_tokens: positions that the step processed, all processes, padding included.
+            grad_norm: global norm before clipping.
+            skipped: the optimizer left the step out because fp16 gradients overflowed.
+
+        Raises:
+            RunStopped: if too many steps in a row were left out.
+        """
+        skipped = skipped and self.accelerator.mixed_precision == "fp16"  # elsewhere nothing may overflow
+        self.counters["skipped_steps"] += skipped
+        self.counters["skipped_in_a_row"] = self.counters["skipped_in_a_row"] + 1 if skipped else 0
+        if self.counters["skipped_in_a_row"] > MOST_SKIPPED_IN_A_ROW:
+            raise RunStopped(
+                f"step {step}: the gradients of {self.counters['skipped_in_a_row']} steps in a row overflowed in fp16, "
+                f"so nothing is learnt and the run stops; {self.last_checkpoint()}. Launch with --mixed_precision bf16 "
+                "or no, or lower train.learning_rate."
+            )
+        known = {
+            "step": step,
+            "rows": rows,
+            "tokens": tokens,
+            "row_tokens": row_tokens,
+            "total_tokens": total_tokens,
+            "learning_rate": learning_rate,
+            "skipped": skipped,
+            "skipped_steps": self.counters["skipped_steps"],
+        }
+        device = self.accelerator.device
+        memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+        rest = [torch.as_tensor(figure, device=device).float().reshape(1) for figure in (grad_norm, memory)]
+        mine = torch.cat([losses.float(), *rest])
+        finished = self.flush()
+        self.unread.append((known, self.accelerator.gather(mine[None])))
+        return finished if device.type == "cuda" else self.flush()
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Wait for the steps that were not read yet, and return their metrics."""
+        finished = [self._read(known, gathered) for known, gathered in self.unread]
+        self.unread = []
+        return finished
+
+    def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
+        figures = gathered.double()  # processes x (micro-batches, gradient norm, memory)
+        losses, grad_norm, peak_memory_gib = figures[:, :-2], figures[0, -2].item(), figures[:, -1].max().item()
+        bad = self._count_if_bad(known, losses, grad_norm)
+        self.counters["left_out_steps"] += bool(bad) or known["skipped"]
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        metrics = {
+            "step": known["step"],
+            "loss": None if bad else losses.sum().item() / known["tokens"],
+            "tokens": known["tokens"],
+            "total_tokens": known["total_tokens"],
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "learning_rate": known["learning_rate"],
+            "step_seconds": seconds,
+            "tokens_per_second": known["total_tokens"] / seconds,
+        }
+        if self.peak_flops is not None:
+            flops = known["row_tokens"] * self.flops_per_token / self.accelerator.num_processes
+            metrics["mfu"] = flops / seconds / self.peak_flops
+        self.speeds.append(known["total_tokens"] / seconds)
+        if peak_memory_gib > 0:
+            metrics["peak_memory_gib"] = self.peak_memory_gib = peak_memory_gib
+        if self.accelerator.mixed_precision == "fp16":
+            metrics["skipped_steps"] = known["skipped_steps"]
+        return metrics | bad
+
+    def _count_if_bad(self, known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> dict[str, Any]:
+        """What to report of a step that was left out for its figures; empty for a good one.
+
+        Args:
+            losses: of shape (processes, micro-batches), in the order in which a global batch is dealt out.
+
+        Raises:
+            RunStopped: after ``max_bad_steps`` of them in a row.
+        """
+        bad = [i for i, loss in enumerate(losses.T.flatten().tolist()) if not math.isfinite(loss)]
+        if not bad and (math.isfinite(grad_norm) or known["skipped"]):
+            self.counters["bad_in_a_row"] = 0
+            return {}
+        self.counters["bad_steps"] += 1
+        self.counters["bad_in_a_row"] += 1
+        of_step = known["rows"]()
+        size = -(-len(of_step) // losses.numel())
+        rows = [row for i in bad for row in of_step[i * size : (i + 1) * size]] if bad else of_step
+        figure = "loss" if bad else "gradient norm"
+        if self.counters["bad_in_a_row"] >= self.max_bad_steps:
+            steps = f"{self.max_bad_steps} steps in a row" if self.max_bad_steps > 1 else "the step"
+            named = ", ".join(rows[:8]) + (", ..." if len(rows) > 8 else "")
+            raise RunStopped(
+                f"step {known['step']}: the {figure} is not finite; {steps} left the weights as they were, so the run "
+                f"stops, and {self.last_checkpoint()}. The rows are {named}. Look at them, or lower "
+                "train.learning_rate; fp16 also overflows where bf16 does not."
+            )
+        return {"not_finite": figure, "bad_steps": self.counters["bad_steps"], "rows": rows}
+
+    def result_problem(self, steps: int) -> str | None:
+        """Why a run has no result, as a sentence: it ended with the weights that it began with.
+
+        Args:
+            steps: of the whole run, all of which were read.
+        """
+        if self.counters["left_out_steps"] < steps:
+            return None
+        which = "The only step" if steps == 1 else f"None of the {steps:,} steps"
+        return (
+            f"{which} of this run changed {'no' if steps == 1 else 'a'} weight, because losses or gradients were not "
+            "finite. There is no result, and no final/ was written. Look at the rows that metrics.jsonl names and at "
+            "the model's weights, or lower train.learning_rate; fp16 also overflows where bf16 does not."
+        )
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what was done between the steps."""
+        self.clock = time.perf_counter()

@@ -1,0 +1,67 @@
+"""One optimizer step: ``backward`` for each micro-batch of a process, then ``step_if_finite``.
+
+With 2 processes and 3 micro-batches each, whose losses sum to 4, 6, 2 and 3, 0, 5 nats over 10 trained tokens in all,
+the loss of the step is 20 / 10 = 2 nats a token. Frameworks average over processes and micro-batches, which would give
+20 / 6; so each loss is multiplied by 6 / 10 before its backward pass, and the average of those is 2.
+"""
+
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from finetune.distributed.sharding import engine_of
+from finetune.training.loss import LossSum
+
+
+def backward(
+    accelerator: Accelerator, model: torch.nn.Module, loss_sum: LossSum, micro_batch: Any, *, divide_by: float
+) -> torch.Tensor:
+    """Add the gradients of one micro-batch to those of the step, reduced over the processes with the step's last one.
+
+    The graph lives in this frame only: some functions hold tensors until it goes, and the optimizer's step comes next.
+    DeepSpeed steps inside it, with the step's last micro-batch; set the learning rate before.
+
+    Args:
+        divide_by: the trained tokens of the whole step, of all processes and micro-batches.
+
+    Returns:
+        The sum of the loss, detached.
+    """
+    with accelerator.accumulate(model):
+        loss = loss_sum(model, micro_batch)
+        accelerator.backward(
+            scaled(loss, accelerator.num_processes * accelerator.gradient_accumulation_steps / divide_by)
+        )
+    return loss.detach()
+
+
+def scaled(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """A loss times a factor, whose gradients are NaN if the loss is not finite.
+
+    An infinite loss can have finite gradients. NaN reaches the gradient norm of all processes with the reduction, so
+    that all of them leave the step out, without asking one another.
+    """
+    return loss * torch.where(loss.detach().isfinite(), factor, math.nan)
+
+
+def step_if_finite(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> float:
+    """Clip the accumulated gradients to a global norm (0: do not), step unless it is not finite, and drop them.
+
+    DeepSpeed has stepped inside ``backward`` by then, clipped as ``start`` told it to, and leaves such a step out by
+    itself; a loss scaler leaves it out inside ``optimizer.step``, and lowers its scale.
+
+    Returns:
+        The norm before clipping, the same on all processes. On a GPU it is waited for: the step's kernels alone are
+        launched late, by less than their own time.
+    """
+    found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    if math.isfinite(norm) or accelerator.scaler is not None or engine_of(model) is not None:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
