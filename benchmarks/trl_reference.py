@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from finetune.cli.demo_model import demo_model
+from finetune.config import sections
 from finetune.data import dataset, sources
 from finetune.data.collation import IGNORED
 from finetune.data.encoding import Row
@@ -169,13 +170,7 @@ def assert_same_start(theirs: Any, path: str, *, four_bits: bool) -> None:
     model = load(path, four_bits=four_bits)
     adapters.attach(
         model,
-        kind="lora",
-        rank=RANK,
-        alpha=ALPHA,
-        rank_stabilized=False,
-        dropout=0.0,
-        targets="all-linear",
-        modules_to_save=[],
+        sections.Adapter(type="lora", rank=RANK, alpha=ALPHA),
         base=path,
         dtype=torch.float32,
         seed=SEED,

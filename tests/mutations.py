@@ -10,7 +10,9 @@ import scenarios
 import torch
 
 from finetune import distributed
-from finetune.training import loss
+from finetune.data import batches
+from finetune.run import session
+from finetune.training import loss, step
 
 
 def train_with(bug: str, config: Any) -> dict[str, Any]:
@@ -22,7 +24,6 @@ def train_with(bug: str, config: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def mean_of_means(config: Any) -> Iterator[None]:
     """Average each micro-batch over its own tokens, then average the averages."""
-    from recipes import sft
 
     world_size = distributed.Strategy.from_environment().world_size
     batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
@@ -31,26 +32,27 @@ def mean_of_means(config: Any) -> Iterator[None]:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), next_tokens.flatten())
 
     # the step divides by its number of tokens; an average of averages divides by the number of micro-batches
-    original = sft.batches.Batches.step
+    original = batches.Batches.step
 
     def share(work: Any, step: int) -> Any:
         found = original(work, step)
         return dataclasses.replace(found, trained_tokens=sum(place != -1 for place in found.places) / micro_batch)
 
     assert batch % (micro_batch * world_size) == 0
-    with mock.patch.object(loss, "token_loss_sum", mean), mock.patch.object(sft.batches.Batches, "step", share):
+    with mock.patch.object(loss, "token_loss_sum", mean), mock.patch.object(batches.Batches, "step", share):
         yield
 
 
 @contextlib.contextmanager
 def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[None]:
-    """Draw micro-batches through Accelerate's data loader, which ends in the middle of every accumulation."""
+    """Draw micro-batches through Accelerate's data loader, which ends in the middle of every accumulation, and step
+    whenever Accelerate says so. The recipe steps once a step, whatever it says."""
     import accelerate.data_loader
     import accelerate.utils
 
     from recipes import sft
 
-    original = sft.micro_batches
+    original = session.micro_batches
 
     def ending_early(*args: Any, **kwargs: Any) -> Iterator[list[int]]:
         share = original(*args, **kwargs)
@@ -62,8 +64,19 @@ def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[N
             num_steps=num_steps, sync_with_dataloader=sync_with_dataloader
         )
 
+    norms: list[float] = []
+
+    def backward(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step.backward(accelerator, model, *args, **kwargs)
+        if accelerator.sync_gradients:
+            (optimizer,) = accelerator._optimizers
+            norms.append(step.step_if_finite(accelerator, model, optimizer, config.train.max_grad_norm))
+        return loss
+
     with (
-        mock.patch.object(sft, "micro_batches", ending_early),
+        mock.patch.object(sft, "backward", backward),
+        mock.patch.object(sft, "step_if_finite", mock.Mock(side_effect=lambda *args: norms[-1])),
+        mock.patch.object(session, "micro_batches", ending_early),
         mock.patch.object(distributed.setup, "GradientAccumulationPlugin", plugin),
     ):
         yield

@@ -26,8 +26,9 @@ from test_parity import skip_what_this_machine_lacks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5Config
 
 from finetune import distributed
+from finetune.config import sections
 from finetune.errors import InputError, RunStopped
-from finetune.models import adapter, quantization
+from finetune.models import adapter, loading, quantization
 from finetune.output import run_files
 from finetune.training.loss import token_loss_sum
 from recipes import sft
@@ -180,20 +181,8 @@ def test_base_weights_are_bit_identical_before_and_after_training_and_evaluation
 
 def attached(folder: Path, **settings: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    options: dict[str, Any] = {
-        "kind": "lora",
-        "rank": RANK,
-        "alpha": 32.0,
-        "rank_stabilized": False,
-        "dropout": 0.0,
-        "targets": "all-linear",
-        "modules_to_save": [],
-        "base": str(folder),
-        "revision": None,
-        "dtype": torch.float32,
-        "seed": 0,
-    }
-    adapter.attach(model, **options | settings)
+    section = sections.Adapter.model_validate({"type": "lora", "rank": RANK} | settings)
+    adapter.attach(model, section, base=str(folder), revision=None, dtype=torch.float32, seed=0)
     return model
 
 
@@ -215,7 +204,7 @@ SIZES = {
 def test_number_of_trained_weights_is_the_closed_form(
     targets: Any, modules_to_save: list[str], kind: str, weights_folder: Path
 ):
-    model = attached(weights_folder, targets=targets, modules_to_save=modules_to_save, kind=kind)
+    model = attached(weights_folder, targets=targets, modules_to_save=modules_to_save, type=kind)
     sizes = [SIZES[name] for name in (SIZES if targets == "all-linear" else targets)]
     expected = LAYERS * sum(RANK * (rows + columns) + (columns if kind == "dora" else 0) for rows, columns in sizes)
     expected += H * V * len(modules_to_save)  # once, although embedding and head are one weight
@@ -226,7 +215,7 @@ def test_number_of_trained_weights_is_the_closed_form(
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("rank_stabilized", [False, True])
 def test_model_with_adapter_computes_what_peft_computes(kind: str, rank_stabilized: bool, weights_folder: Path):
-    ours = attached(weights_folder, kind=kind, rank_stabilized=rank_stabilized)
+    ours = attached(weights_folder, type=kind, rank_stabilized=rank_stabilized)
     config = LoraConfig(
         r=RANK, lora_alpha=32, target_modules="all-linear", use_rslora=rank_stabilized, use_dora=kind == "dora"
     )
@@ -520,7 +509,7 @@ def test_names_that_match_nothing_are_refused_before_weights_load(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(sft.models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(ValueError, match=sentence):
         sft.main(
             scenarios.configuration(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune import distributed
 from finetune.distributed.launch_environment import launched_as
 from finetune.errors import InputError
+from finetune.models import loading
 from recipes import sft
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +28,7 @@ def no_weights_may_load(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         def load(*args, **kwargs):
             raise AssertionError("weights were loaded")
 
-        monkeypatch.setattr(sft.models, "load_model", load)
+        monkeypatch.setattr(loading, "load_model", load)
 
 
 def refused(config) -> str:
@@ -223,7 +224,7 @@ def test_attention_that_is_not_installed_is_refused_before_the_data_are_read(
     def read(*args, **kwargs):
         raise AssertionError("data were read")
 
-    monkeypatch.setattr(sft, "read_data", read)
+    monkeypatch.setattr(sft, "load_rows", read)
     config = scenarios.configuration(
         model_folder, conversations, tmp_path / "out", model__attention="flash_attention_2"
     )
@@ -238,7 +239,7 @@ def test_model_that_cannot_be_loaded_costs_neither_the_earlier_run_nor_the_folde
         raise OSError("the disk is gone")
 
     (tmp_path / "out" / "final").mkdir(parents=True)
-    monkeypatch.setattr(sft.models.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     with pytest.raises(InputError, match=r"could not be loaded \(the disk is gone\)"):
         sft.main(scenarios.configuration(weights_folder, conversations, tmp_path / "out", train__overwrite=True))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"final", ".lock"}

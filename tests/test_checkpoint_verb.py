@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import commands
+from finetune.config import sections
 from finetune.models import adapter
 from finetune.models import loading as models
 
@@ -137,9 +138,9 @@ def trained_model(base: Path, config: dict[str, Any]) -> Any:
         device=torch.device("cpu"),
         random_weights=True,
     )
-    own = dict(config["adapter"])
-    if (kind := own.pop("type")) != "none":
-        adapter.attach(model, kind=kind, base=str(base), revision=None, dtype=torch.float32, seed=0, **own)
+    section = sections.Adapter.model_validate(config["adapter"])
+    if section.type != "none":
+        adapter.attach(model, section, base=str(base), revision=None, dtype=torch.float32, seed=0)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,9 +17,11 @@ from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
 from benchmarks.compatibility_table import table, with_table
+from finetune.config import sections
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
 from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
+from finetune.models import loading
 from recipes import sft
 
 CELLS = cells()
@@ -50,10 +52,9 @@ def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_ra
 
 def test_the_table_covers_every_strategy_file_and_every_choice_of_the_configuration():
     assert set(STRATEGIES) == {path.stem for path in STRATEGY_FILES.glob("*.yaml")}
-    fields = sft.config
-    assert set(OPTIMIZERS) == set(fields.Train.model_fields["optimizer"].annotation.__args__)
-    assert set(ADAPTERS) == set(fields.Adapter.model_fields["type"].annotation.__args__)
-    assert {bits or "none" for bits in BITS} == set(fields.Quantization.model_fields["bits"].annotation.__args__)
+    assert set(OPTIMIZERS) == set(sections.Train.model_fields["optimizer"].annotation.__args__)
+    assert set(ADAPTERS) == set(sections.Adapter.model_fields["type"].annotation.__args__)
+    assert {bits or "none" for bits in BITS} == set(sections.Quantization.model_fields["bits"].annotation.__args__)
     assert len(CELLS) == len(set(CELLS)) == 10 * 3 * 3 * 6
 
 
@@ -108,7 +109,7 @@ def test_cell_is_refused_with_its_sentence_before_weights_load(
     launched |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)} if world_size > 1 else {}
     for key, value in launched.items():
         monkeypatch.setitem(os.environ, key, value)
-    monkeypatch.setattr(sft.models, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     with pytest.raises(InputError) as error:
         sft.main(configuration(cell, weights_folder, conversations, tmp_path / "run"))
     sentence = refusal(cell)

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from finetune.checkpoint import newest
 from finetune.checkpoint.resuming import checkpoints_at_once
 from finetune.config import sections
+from finetune.data import batches
 from finetune.errors import InputError, RunInterrupted, RunStopped
 from finetune.export.checkpoint_export import export
 from finetune.optim.schedule import learning_rate
 from finetune.output import run_files
-from finetune.training import loss
+from finetune.training import evaluation, loss
 from recipes import sft
 
 STEPS = 4
@@ -148,7 +149,7 @@ class Killed(BaseException):
 
 
 def dies_evaluating(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    evaluate = sft.evaluation.evaluate
+    evaluate = evaluation.evaluate
 
     def dying(*args: Any, **kwargs: Any) -> float:
         if list(run.glob(f"checkpoints/step-{STEPS:08d}*")):  # it is written meanwhile
@@ -158,7 +159,7 @@ def dies_evaluating(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
             raise Killed
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr(sft.evaluation, "evaluate", dying)
+    monkeypatch.setattr(evaluation, "evaluate", dying)
 
 
 def dies_before_the_line_of_the_last_step(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
@@ -244,7 +245,7 @@ def test_evaluation_that_a_signal_leaves_out_is_made_up_for_when_the_run_goes_on
     step: int, train: Callable[..., Path], whole: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = {"data__eval": str(held_out), "eval__every": 2}
-    original = sft.batches.Batches.step
+    original = batches.Batches.step
 
     def asked_to_end(work: Any, number: int) -> Any:
         if number == step:
@@ -253,7 +254,7 @@ def test_evaluation_that_a_signal_leaves_out_is_made_up_for_when_the_run_goes_on
         return original(work, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft.batches.Batches, "step", asked_to_end)
+        patch.setattr(batches.Batches, "step", asked_to_end)
         with pytest.raises(RunInterrupted, match=f"SIGTERM ended the run after step {step} of {STEPS}"):
             train(**settings)
     run = train(**settings)
@@ -267,13 +268,13 @@ def test_evaluation_that_stands_in_the_metrics_is_not_repeated(
     settings = {"data__eval": str(held_out), "eval__every": 2, **CONSTANT}
     train(train__steps=2, **settings)
     evaluated = []
-    evaluate = sft.evaluation.evaluate
+    evaluate = evaluation.evaluate
 
     def counted(*args: Any, **kwargs: Any) -> float:
         evaluated.append(1)
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr(sft.evaluation, "evaluate", counted)
+    monkeypatch.setattr(evaluation, "evaluate", counted)
     run = train(**settings)
     assert [line["step"] for line in timeless(run) if "eval_loss" in line] == [2, STEPS]
     assert len(evaluated) == 1

@@ -13,6 +13,7 @@ import pytest
 import scenarios
 
 from finetune import distributed
+from finetune.training import evaluation
 from recipes import sft
 
 ALONE = distributed.Strategy("single", 0, 1, 1, "no", True)
@@ -76,7 +77,7 @@ def test_interrupt_of_a_notebook_before_the_first_step_raises_keyboard_interrupt
         signal.raise_signal(signal.SIGINT)
         return 0.0
 
-    monkeypatch.setattr(sft.evaluation, "evaluate", interrupted)  # called first before training
+    monkeypatch.setattr(evaluation, "evaluate", interrupted)  # called first before training
     changes = {"data__eval": str(held_out), "train__steps": 2}
     with pytest.raises(KeyboardInterrupt):
         sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))

@@ -84,8 +84,9 @@ def imports(path: Path) -> set[str]:
 
 
 ROOMS = (
-    "config hardware data models optim distributed training output checkpoint trace planner run export cli"
-).split()
+    *("config", "hardware", "data", "models", "optim", "distributed", "training"),
+    *("output", "checkpoint", "trace", "planner", "run", "export", "cli"),
+)
 """From the lowest: a room imports from those before it. Below them all are the modules outside of any room."""
 
 

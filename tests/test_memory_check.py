@@ -10,7 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import InputError
+from finetune.models import loading
 from finetune.optim.optimizer import state_bytes
+from finetune.run import session
 from finetune.training import loss, memory_check
 from recipes import sft
 
@@ -18,7 +20,7 @@ LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2),
 
 
 def train_without_it(config: Any) -> dict[str, Any]:
-    with mock.patch.object(sft, "check_memory"):
+    with mock.patch.object(session, "check_memory"):
         return scenarios.train(config)
 
 
@@ -84,13 +86,13 @@ def test_pass_is_made_as_in_training(
     weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     modes: list[bool] = []
-    original = sft.models.recompute_activations
+    original = loading.recompute_activations
 
     def watched(model: torch.nn.Module) -> None:
         original(model)
         model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
 
-    monkeypatch.setattr(sft.models, "recompute_activations", watched)
+    monkeypatch.setattr(loading, "recompute_activations", watched)
     changes = {"train__activation_checkpointing": "full", "train__steps": 2}
     sft.main(scenarios.configuration(weights_folder, conversations, tmp_path / "run", **changes))
     assert len(modes) > 2

@@ -23,7 +23,7 @@ from finetune.errors import InputError, RunStopped
 from finetune.export import adapted_model, comparison
 from finetune.export import merge as merging
 from finetune.export.merge import merge
-from finetune.models import quantization
+from finetune.models import loading, quantization
 from recipes import sft
 
 VARIANTS: dict[str, dict[str, bool]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
@@ -277,7 +277,7 @@ def test_fp32_merge_of_a_4_bit_run_is_the_quantised_model_with_its_adapter(
     assert (result["bits"], result["onto"]) == (4, "dequantized")
     assert result["difference"]["largest_logit"] < 1e-5
     config = AutoConfig.from_pretrained(tied_base)
-    quantised = sft.models.load_model(
+    quantised = loading.load_model(
         str(tied_base),
         config,
         revision=None,

@@ -6,6 +6,7 @@ import pytest
 import scenarios
 
 from finetune.errors import InputError
+from finetune.models import loading
 from finetune.output import output_folder
 from recipes import sft
 
@@ -102,7 +103,7 @@ def test_recipe_refuses_the_folder_of_its_data_before_weights_load_and_takes_one
 ):
     (tmp_path / "mine.jsonl").write_bytes(conversations.read_bytes())
     (tmp_path / "others.jsonl").touch()
-    monkeypatch.setattr(sft.models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InputError, match=r"holds no run but other things \(others\.jsonl\)"):
         sft.main(scenarios.configuration(model_folder, tmp_path / "mine.jsonl", tmp_path))

@@ -11,9 +11,10 @@ import pytest
 import scenarios
 import yaml
 
-from finetune import distributed
+from finetune import distributed, planner
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines, parse_gpus
+from finetune.models import loading
 from finetune.planner import RunPlan, Setting, plan_run
 from recipes import sft
 
@@ -158,7 +159,7 @@ def test_run_that_cannot_fit_is_refused_before_weights_load_and_starts_without_t
 ):
     monkeypatch.setattr(distributed, "machines_of", lambda strategy: tiny_gpu(0.01))
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1)
-    with mock.patch.object(sft.models, "load_model") as load, pytest.raises(InputError, match="This run would take"):
+    with mock.patch.object(loading, "load_model") as load, pytest.raises(InputError, match="This run would take"):
         sft.main(config)
     assert not load.called
     assert not (tmp_path / "run").exists()
@@ -185,7 +186,7 @@ def test_run_records_its_plan_its_choices_and_what_was_measured(
 def test_unknown_model_trains_without_a_plan_and_cannot_leave_its_micro_batch_open(
     model_folder: Path, conversations: Path, tmp_path: Path, capsys: Any
 ):
-    with mock.patch.object(sft.plans, "plan_run", side_effect=InputError("Nobody knows it.")):
+    with mock.patch.object(planner, "plan_run", side_effect=InputError("Nobody knows it.")):
         config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1)
         sft.main(config)
         assert "plan: none. Nobody knows it." in capsys.readouterr().out
@@ -204,7 +205,7 @@ def test_longest_row_that_is_trained_counts_and_not_what_a_row_could_hold(
         return plan_run(config, setting, **given)
 
     common = {"train__steps": 1, "data__max_length": 4096}
-    with mock.patch.object(sft.plans, "plan_run", plan):
+    with mock.patch.object(planner, "plan_run", plan):
         for changes in ({"train__global_batch_size": 1}, {"data__packing": True}):
             config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **common | changes)
             sft.main(config)

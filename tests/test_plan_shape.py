@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from finetune.config import sections
 from finetune.errors import InputError
 from finetune.models import adapter as adapters
 from finetune.models import loading as models
@@ -221,13 +222,7 @@ def trained_on_meta(config: dict[str, Any], kind: str, rank: int, targets: Any, 
     model = on_meta(config)
     adapters.attach(
         model,
-        kind=kind,
-        rank=rank,
-        alpha=2.0 * rank,
-        rank_stabilized=False,
-        dropout=0.0,
-        targets=targets,
-        modules_to_save=saved,
+        sections.Adapter(type=kind, rank=rank, targets=targets, modules_to_save=saved),
         base="a/model",
         revision=None,
         dtype=torch.float32,

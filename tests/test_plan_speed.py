@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.config import sections
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, refusal
 from finetune.config.compatibility import STRATEGIES as EVERY_STRATEGY
 from finetune.errors import InputError
@@ -64,13 +65,7 @@ def test_matrix_products_are_those_that_pytorch_counts(kind: str, within: float,
     if kind != "none":
         adapters.attach(
             model,
-            kind=kind,
-            rank=4,
-            alpha=8,
-            rank_stabilized=False,
-            dropout=0.0,
-            targets="all-linear",
-            modules_to_save=[],
+            sections.Adapter(type=kind, rank=4),
             base="small",
             revision=None,
             dtype=torch.float32,

@@ -220,7 +220,10 @@ def test_card_without_bf16_trains_in_fp16(model: str, capsys: pytest.CaptureFixt
     [
         ("--gpus 0xH100", "is no GPU at all"),
         ("--gpus 8xH1000", "names no GPU that is known"),
-        ("--gpus 1xH200 --row-tokens 200000", "rows of at most 131072 positions; set it to 131072 or less"),
+        (
+            "--gpus 1xH200 --row-tokens 200000 --data.streaming true",
+            "the model has 131,072 positions; set data.max_length to 131072 or less",
+        ),
         ("--gpus 8xH100 --global-batch-size 12", "set it to 8 or 16"),
         ("--gpus 2xH100 --train.micro_batch_size 3", "does not divide into micro-batches of 3 rows on 2 processes"),
         ("--gpus 8xH100 --strategy mine.yaml", "is no strategy file of ours; take one of single, ddp"),

@@ -15,7 +15,9 @@ import tiny
 from safetensors.torch import load_file, save_file
 
 from finetune import checkpoint, distributed
+from finetune.data import batches
 from finetune.errors import InputError, RunStopped
+from finetune.models import loading
 from finetune.output import run_files
 from finetune.output.run_files import finished_steps
 from finetune.training import loss
@@ -57,7 +59,7 @@ def resume(model_folder: Path, conversations: Path, killed: Path):
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading weights is an error."""
-    monkeypatch.setattr(sft.models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
 
 
 def test_each_step_stands_in_the_metrics_once_with_the_figures_of_the_run_that_was_not_killed(resume, finished: Path):
@@ -222,7 +224,7 @@ def test_checkpoint_of_another_folder_begins_records_of_its_own(
 def test_second_run_in_a_folder_is_refused_while_the_first_is_at_work(
     model_folder: Path, conversations: Path, tmp_path: Path, no_weights: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sft.checkpoint, "hold", functools.partial(checkpoint.hold, patience_seconds=0.1))
+    monkeypatch.setattr(checkpoint, "hold", functools.partial(checkpoint.hold, patience_seconds=0.1))
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run")
     with checkpoint.hold(tmp_path / "run"), pytest.raises(InputError, match=r"another run is at work in"):
         sft.main(config)
@@ -349,7 +351,7 @@ def test_streamed_rows_with_other_masks_are_refused(model_folder: Path, conversa
 
 def test_base_with_other_weights_or_another_configuration_is_another_model(weights_folder: Path, tmp_path: Path):
     def identity(folder: Path, *, weights: bool = True) -> str:
-        return sft.models.identity(str(folder), revision=None, weights=weights)
+        return loading.identity(str(folder), revision=None, weights=weights)
 
     same = shutil.copytree(weights_folder, tmp_path / "same")
     assert identity(same) == identity(weights_folder)
@@ -443,7 +445,7 @@ def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_no
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    original = sft.batches.Batches.step
+    original = batches.Batches.step
 
     def step(work: Any, number: int) -> Any:
         if number == 3:
@@ -452,7 +454,7 @@ def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_no
             (small_disk / "filler").unlink()
         return original(work, number)
 
-    monkeypatch.setattr(sft.batches.Batches, "step", step)
+    monkeypatch.setattr(batches.Batches, "step", step)
     run = small_disk / "run"
     sft.main(scenarios.configuration(model_folder, conversations, run, **{**EVERY, "train__steps": 8}))
     said = capsys.readouterr().out
@@ -467,18 +469,18 @@ def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_no
 def test_result_that_cannot_be_written_is_said_with_where_to_go_on(
     small_disk: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    original = sft.output.save_final
+    original = run_files.save_final
 
     def save(*arguments: Any, **manner: Any) -> None:
         fill(small_disk)
         original(*arguments, **manner)
 
-    monkeypatch.setattr(sft.output, "save_final", save)
+    monkeypatch.setattr(run_files, "save_final", save)
     settings = {**EVERY, "train__steps": 2}
     with pytest.raises(RunStopped, match=r"final could not be written .*--checkpoint\.resume auto"):
         sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
     (small_disk / "filler").unlink()
-    monkeypatch.setattr(sft.output, "save_final", original)
+    monkeypatch.setattr(run_files, "save_final", original)
     settings["checkpoint__resume"] = "auto"
     sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
     assert finished_steps(small_disk / "run") == 2

@@ -6,7 +6,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.sampler import EMPTY, batch_problems, global_batch, micro_batches, positions_in
+from finetune.config.refusals import batch_problems
+from finetune.data.sampler import EMPTY, global_batch, micro_batches, positions_in
 
 
 def run_of(rows: int, batch: int, epochs: int, seed: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from finetune import distributed
+from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import loading as models
 from finetune.optim.optimizer import build_optimizer
@@ -111,13 +112,7 @@ class Run:
         if setting.adapter_rank:
             adapters.attach(
                 model,
-                kind="lora",
-                rank=setting.adapter_rank,
-                alpha=4.0,
-                rank_stabilized=False,
-                dropout=0.0,
-                targets="all-linear",
-                modules_to_save=[],
+                sections.Adapter(type="lora", rank=setting.adapter_rank, alpha=4.0),
                 base=setting.folder,
                 revision=None,
                 dtype=dtype,

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from finetune.data import dataset
 from finetune.errors import InputError
+from finetune.models import loading, weight_files, weights
 from finetune.models import loading as models
-from finetune.models import weight_files, weights
 from recipes import sft
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -31,8 +32,8 @@ def folder(weights_folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def train(conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The recipe, in which no data are prepared and no weights are loaded."""
-    monkeypatch.setattr(sft.models, "load_model", None)
-    monkeypatch.setattr(sft.data, "load", None)
+    monkeypatch.setattr(loading, "load_model", None)
+    monkeypatch.setattr(dataset, "load", None)
 
     def run(folder: Path, **changes: Any) -> None:
         changes = {"model__random_weights": False} | changes
@@ -225,7 +226,7 @@ def test_model_with_a_nan_is_refused_before_its_weights_load(
     bits: Any, folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     change(folder, lambda state: state[UP][7].fill_(float("nan")))
-    monkeypatch.setattr(sft.models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     changes = {"adapter__type": "lora", "quantization__bits": bits}
     with pytest.raises(InputError, match="holds NaN or infinite weights"):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))

@@ -5,34 +5,30 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
+from finetune import distributed
 from finetune.cli.data_report.figures import Report, report
 from finetune.cli.data_report.page import to_html, to_json
 from finetune.cli.data_report.report_tables import print_report
 from finetune.cli.data_report.wording import verdict
 from finetune.config import sections
 from finetune.config.command_line import parse
+from finetune.config.refusals import batch_problems
 from finetune.data import dataset
-from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
-from finetune.run import data_checks
+from finetune.models.spec import ModelSpec
+from finetune.run.inputs import load_tokenizer, settings_of
+from finetune.run.preflight import configuration_problems, model_problems, row_problems
 from finetune.run.screen import Preparing
+from finetune.training import evaluation
 
 ROWS, ROWS_OF_PAGE, LEFT_OUT = 3, 20, 10
 """Rows that are shown unless a number is asked for, in a terminal and on a page; and left-out rows in a terminal."""
-
-
-class Sections(BaseModel):
-    """What of a recipe's configuration decides on its data; other sections of a file are passed over."""
-
-    model: sections.Model
-    data: sections.Data
-    train: sections.Train
 
 
 def show(
@@ -53,7 +49,7 @@ def show(
     refuse_if_any(_problems(rows, html is not None and as_json, tokens_per_second))
     models.quiet()
     result = _report(
-        parse(Sections, arguments),
+        parse(sections.Run, arguments),
         shown_rows=rows if rows is not None else ROWS if html is None else ROWS_OF_PAGE,
         shown_left_out=LEFT_OUT if html is None and not as_json else None,
         tokens_per_second=tokens_per_second,
@@ -88,7 +84,7 @@ def _problems(rows: int | None, html_and_json: bool, tokens_per_second: float | 
 
 
 def _report(
-    cfg: Sections,
+    cfg: sections.Run,
     *,
     shown_rows: int,
     shown_left_out: int | None,
@@ -98,18 +94,10 @@ def _report(
     train_sources = dataset.named_sources(cfg.data.train)
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
-    refuse_if_any(data_checks.problems_before_reading(cfg.model, cfg.data, cfg.train))
-    source: dict[str, Any] = {"revision": cfg.model.revision, "trust_remote_code": cfg.model.trust_remote_code}
-    model_config = models.load_config(cfg.model.path, **source)
-    tokenizer = models.load_tokenizer(
-        cfg.model.tokenizer or cfg.model.path, chat_template=cfg.data.chat_template, **source
-    )
-    settings = Settings(
-        format=cfg.data.format,
-        train_on=cfg.data.train_on,
-        max_length=cfg.data.max_length,
-        split_key=cfg.data.split_key,
-    )
+    refuse_if_any(configuration_problems(cfg))
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing)
+    tokenizer = load_tokenizer(cfg.model, cfg.data)
+    settings = settings_of(cfg.data)
     with Preparing(shown=shows_progress) as tell:
         # data that a run refuses are those that one wants to look at
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
@@ -124,17 +112,36 @@ def _report(
         max_length=cfg.data.max_length,
         packing=cfg.data.packing,
         global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=1 if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,
+        micro_batch_size=None if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,
         epochs=cfg.train.epochs,
         steps=cfg.train.steps,
         seed=cfg.train.seed,
         skips_bad_rows=cfg.data.on_bad_row == "skip",
-        problems=data_checks.problems_of_rows(rows, held_out_rows, cfg.data, model_config),
+        problems=problems_of_a_run(cfg, spec, tokenizer, rows, held_out_rows),
         tokens_per_second=speed,
         speed_from=None if speed is None else given,
         shown_rows=shown_rows,
         shown_left_out=shown_left_out,
     )
+
+
+def problems_of_a_run(
+    cfg: sections.Run,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows | None,
+    held_out: Rows | None,
+) -> list[str]:
+    """Why a run would refuse these data on this machine, by the run's own functions."""
+    launch = distributed.Strategy.from_environment()
+    found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
+    found += model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
+    found += row_problems(rows, held_out, cfg.data, spec)
+    try:
+        evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
+    except InputError as error:
+        found += error.problems
+    return found
 
 
 def measured_speed(output_dir: Path) -> float | None:

@@ -96,6 +96,31 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
+def bf16_weights_problems(cell: Cell, *, weights: str, precision: str) -> list[str]:
+    """Why weights cannot be kept in bf16 alone.
+
+    Args:
+        weights: as ``train.weights``.
+        precision: the launch's mixed precision.
+    """
+    if weights != "bf16":
+        return []
+    found = []
+    if precision != "bf16":
+        found.append("train.weights: bf16 computes in bf16; launch with --mixed_precision bf16.")
+    if cell.optimizer in ("adafactor", "sgd"):
+        found.append(
+            f"train.weights: bf16 would lose the small updates of {cell.optimizer}, which rounds to nearest; set "
+            "train.optimizer to adamw or adamw_8bit, which round stochastically, or train.weights to fp32_master."
+        )
+    if cell.strategy.startswith("zero") and cell.offloads:
+        found.append(
+            f"train.weights: bf16 is not available under {cell.strategy}, whose optimizer keeps fp32 state in host "
+            "memory; use fp32_master, or a strategy file without offload."
+        )
+    return found
+
+
 def cells() -> list[Cell]:
     """Every combination."""
     return [Cell(s, b, a, o) for s in STRATEGIES for b in BITS for a in ADAPTERS for o in OPTIMIZERS]

@@ -1,7 +1,7 @@
 """The keys of a recipe: every section typed, every key with its docstring and its only default.
 
-``finetune.config.command_line`` turns a YAML file and flags into these classes. A recipe puts the sections
-it needs together; library functions take plain arguments and never see a section.
+``finetune.config.command_line`` turns a YAML file and flags into these classes. A section may travel to the code that
+it configures; the whole configuration stays with the recipe and the session (``finetune.run``).
 """
 
 from typing import Annotated, Literal
@@ -151,6 +151,16 @@ class Train(Section):
     seed: NonNegativeInt = 0
     """Seed of the row order, of dropout and of random weights."""
 
+    @property
+    def least_micro_batch_size(self) -> int:
+        """Rows of a micro-batch, as far as they are given: 1 while the planner has not chosen."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are computed again in the backward pass; not while the planner has not chosen."""
+        return self.activation_checkpointing == "full"
+
 
 class Checkpoint(Section):
     every: NonNegativeInt = 500
@@ -185,3 +195,24 @@ class Eval(Section):
 class Log(Section):
     every: PositiveInt = 1
     """Optimizer steps between printed lines where the output is not a terminal. metrics.jsonl has every step."""
+
+
+class Run(BaseModel):
+    """The sections that every recipe has. Read as such, what else a file holds is passed over."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: Model
+    quantization: Quantization = Quantization()
+    adapter: Adapter = Adapter()
+    data: Data
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    log: Log = Log()
+
+
+class Recipe(Run):
+    """The configuration of a recipe, which adds sections of its own to it. Other sections and keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -38,20 +38,6 @@ def micro_batches(batch: Sequence[int], *, rank: int, world_size: int, micro_bat
     return cut[rank::world_size]
 
 
-def batch_problems(global_batch_size: int, micro_batch_size: int, world_size: int) -> list[str]:
-    """Why a global batch cannot be cut into micro-batches for every process, naming the nearest ones that can."""
-    unit = micro_batch_size * world_size
-    if global_batch_size % unit == 0:
-        return []
-    below, above = global_batch_size // unit * unit, (global_batch_size // unit + 1) * unit
-    nearest = f"{below} or {above}" if below else f"{above}"
-    return [
-        f"train.global_batch_size {global_batch_size} does not divide into micro-batches of {micro_batch_size} rows on "
-        f"{world_size} process{'es' if world_size > 1 else ''} ({unit} rows at a time); set it to {nearest}, or change "
-        "train.micro_batch_size."
-    ]
-
-
 def positions_in(
     batch: Sequence[int], lengths: Sequence[int] | np.ndarray, micro_batch_size: int, *, padded: bool
 ) -> int:

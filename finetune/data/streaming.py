@@ -21,7 +21,7 @@ from finetune.data.encoding_workers import Encoded, Settings, encoded, hash_of
 from finetune.data.packing import pack
 from finetune.data.sampler import positions_in
 from finetune.data.sources import Source, extent
-from finetune.errors import InputError, RunStopped
+from finetune.errors import InputError, RunStopped, refuse_if_any
 
 WINDOW = 1000
 """Documents that are shuffled, and packed, among each other."""
@@ -164,11 +164,21 @@ class Stream:
                 )
 
     def _refuse_if_unknown(self, row: Row) -> None:
-        if (largest := int(row.tokens.max())) >= self.vocabulary:
-            raise InputError(
-                f"The tokenizer gives token {largest}, but the model knows {self.vocabulary} tokens only; set "
-                "model.tokenizer to the model's own."
-            )
+        refuse_if_any(vocabulary_problems(int(row.tokens.max()), self.vocabulary))
+
+
+def vocabulary_problems(largest_token: int, vocabulary: int) -> list[str]:
+    """Tokens that the model has no embedding for.
+
+    Args:
+        vocabulary: tokens that the model knows.
+    """
+    if largest_token < vocabulary:
+        return []
+    return [
+        f"The tokenizer gives token {largest_token}, but the model knows {vocabulary} tokens only; set model.tokenizer "
+        "to the model's own."
+    ]
 
 
 def problems(held_out: object, steps: int | None) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from finetune.config.compatibility import Cell, refusal
+from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -123,7 +123,8 @@ def describe(strategy: Strategy) -> str:
 
 def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: str, weights: str) -> list[str]:
     """What makes this launch impossible, here or anywhere, as sentences. Looks at no weights."""
-    refused = refusal(Cell(strategy.name, bits, adapter, optimizer))
+    cell = Cell(strategy.name, bits, adapter, optimizer)
+    refused = refusal(cell)
     found = [refused] if refused else []
     several_asked = "MASTER_ADDR" in os.environ and was_launched()
     if strategy.name == "single" and several_asked and "RANK" not in os.environ:
@@ -144,19 +145,7 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
     elif strategy.mixed_precision == "bf16" and not strategy.rehearsal and native_precision() != "bf16":
         name = torch.cuda.get_device_name()
         found.append(f"{name} does not compute in bf16; launch with --mixed_precision fp16 (or no).")
-    if weights == "bf16":
-        if strategy.mixed_precision != "bf16":
-            found.append("train.weights: bf16 computes in bf16; launch with --mixed_precision bf16.")
-        if optimizer in ("adafactor", "sgd"):
-            found.append(
-                f"train.weights: bf16 would lose the small updates of {optimizer}, which rounds to nearest; set "
-                "train.optimizer to adamw or adamw_8bit, which round stochastically, or train.weights to fp32_master."
-            )
-        if strategy.is_deepspeed and strategy.name.endswith(("_offload", "_nvme")):
-            found.append(
-                f"train.weights: bf16 is not available under {strategy.name}, whose optimizer keeps fp32 state in host "
-                "memory; use fp32_master, or a strategy file without offload."
-            )
+    found += bf16_weights_problems(cell, weights=weights, precision=strategy.mixed_precision)
     if strategy.is_deepspeed:
         found += deepspeed_ops.problems(nvme=strategy.name.endswith("_nvme"))
     return found

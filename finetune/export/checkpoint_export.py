@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
+from finetune.config import sections
 from finetune.distributed import prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter
@@ -113,16 +114,10 @@ def _output_problems(folder: Path) -> list[str]:
 
 def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
     """Put the run's adapter into a model; both without memory."""
-    adapted, named = config["adapter"], config["model"]
+    named = config["model"]
     adapter.attach(
         model,
-        kind=adapted["type"],
-        rank=adapted["rank"],
-        alpha=adapted["alpha"],
-        rank_stabilized=adapted["rank_stabilized"],
-        dropout=adapted["dropout"],
-        targets=adapted["targets"],
-        modules_to_save=adapted["modules_to_save"],
+        sections.Adapter.model_validate(config["adapter"]),
         base=named["path"],
         revision=named["revision"],
         dtype=models.stored_dtype(model.config),

@@ -1,6 +1,6 @@
 """The model: its files, its weights, what is added to them.
 
-``loading`` (configuration, tokenizer, weights, answers), ``weight_files`` (headers, without PyTorch), ``weights``
-(whether they are the model's), ``quantization``, ``adapter``, ``attention`` and ``packing_support`` (documents of a
-packed row), ``flops``.
+``spec`` (what is known before weights are read), ``loading`` (configuration, tokenizer, weights, answers),
+``weight_files`` (headers, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,
+``attention`` and ``packing_support`` (documents of a packed row), ``flops``.
 """

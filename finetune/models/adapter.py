@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from finetune.config import sections
+from finetune.config.refusals import adapter_name_problems
 from finetune.errors import RunStopped
 
 PREFIX = "base_model.model."
@@ -35,20 +37,7 @@ def problems(
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
-    found = []
-    if targets != "all-linear":
-        unknown = [t for t in targets if t not in linear]
-        if unknown or not targets:
-            found.append(
-                f"adapter.targets: the model has no linear layer {', '.join(unknown) or 'in an empty list'}; it has "
-                f"{', '.join(sorted(linear))}. Or set all-linear."
-            )
-    if unknown := [m for m in modules_to_save if m not in every]:
-        found.append(
-            f"adapter.modules_to_save: the model has no module {', '.join(unknown)}; it has {', '.join(sorted(every))}."
-        )
-    if both := sorted(set(modules_to_save) & set(targets if isinstance(targets, list) else [])):
-        found.append(f"adapter: {', '.join(both)} stands in targets and in modules_to_save; take it out of one.")
+    found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every)
     head = model.get_output_embeddings()  # type: ignore[operator]
     inside = [name.split(".") for name, layer in layers.items() if layer is not head]
     if packed := [m for m in modules_to_save if quantised and any(m in parts for parts in inside)]:
@@ -66,14 +55,8 @@ def _last_names(names: Iterable[str]) -> set[str]:
 
 def attach(
     model: PreTrainedModel,
+    section: sections.Adapter,
     *,
-    kind: str,
-    rank: int,
-    alpha: float,
-    rank_stabilized: bool,
-    dropout: float,
-    targets: str | list[str],
-    modules_to_save: list[str],
     base: str,
     revision: str | None,
     dtype: torch.dtype,
@@ -82,7 +65,7 @@ def attach(
     """Freeze a model and put an adapter into it.
 
     Args:
-        kind: ``lora`` or ``dora``.
+        section: of a configuration, whose type is ``lora`` or ``dora``.
         base: folder or hub id of the model, for whoever loads the adapter.
         revision: of the model on the hub.
         dtype: of computation. The adapter's matrices start from values of this dtype and compute in it.
@@ -92,14 +75,14 @@ def attach(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
-        use_rslora=rank_stabilized,
-        use_dora=kind == "dora",
-        lora_dropout=dropout,
-        target_modules=targets if targets == "all-linear" else list(targets),
-        modules_to_save=list(modules_to_save) or None,  # PEFT adds to it
-        ensure_weight_tying=trains_tied_weights(model, modules_to_save),
+        r=section.rank,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
+        use_rslora=section.rank_stabilized,
+        use_dora=section.type == "dora",
+        lora_dropout=section.dropout,
+        target_modules=section.targets if section.targets == "all-linear" else list(section.targets),
+        modules_to_save=list(section.modules_to_save) or None,  # PEFT adds to it
+        ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
         base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
         revision=revision,
         task_type="CAUSAL_LM",

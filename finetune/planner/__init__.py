@@ -7,8 +7,8 @@ The question: ``written`` and ``asked`` (from what a user wrote), ``model_config
 The model: ``shape``, ``model_shape``, ``families`` and ``fields`` (told from its config.json), ``trained``,
 ``inventory`` and ``matrices`` (its weights).
 Memory: ``peak_memory``, a step on tensors without values: ``tape``, ``operations``, ``linear``, ``attending``,
-``experts``, ``dialects``, ``decoder_layer``, ``decoder``, ``build``; with what FSDP2 and DeepSpeed allocate, ``shards``,
-``sharded_units``, ``zero``, ``zero_gather``, ``zero_step``; and ``optimizer_state``.
+``experts``, ``dialects``, ``decoder_layer``, ``decoder``, ``build``; with what FSDP2 and DeepSpeed allocate,
+``shards``, ``sharded_units``, ``zero``, ``zero_gather``, ``zero_step``; and ``optimizer_state``.
 Time: ``speed``, ``work``, ``kernel_count``, ``communication``, ``rates``.
 The answer: ``judged_rows``, ``candidates``, ``choose``, ``nearest``, ``launch_command``; shown by ``plan_tables``,
 ``picture`` and ``json_answer``. Held against a dry run (``traced``) and real steps (``probed``, ``calibration``).

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
+from finetune.config.refusals import batch_problems, planner_problems, position_problems
 from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import Machines, parse_gpus, precision_problem
 from finetune.models import weight_files
@@ -22,19 +21,6 @@ from finetune.planner.strategy_file import strategy_named
 from finetune.planner.written import Options, all_flags, config_file, given_flags, problems, words_of
 from finetune.trace.setting import Setting
 from finetune.units import GIB
-
-
-class Sections(BaseModel):
-    """A recipe's configuration; sections that the planner does not know are passed over."""
-
-    model: sections.Model
-    quantization: sections.Quantization = sections.Quantization()
-    adapter: sections.Adapter = sections.Adapter()
-    data: sections.Data
-    train: sections.Train
-    checkpoint: sections.Checkpoint = sections.Checkpoint()
-    eval: sections.Eval = sections.Eval()
-    log: sections.Log = sections.Log()
 
 
 @dataclass(frozen=True)
@@ -53,10 +39,11 @@ class Asked:
 class _Read:
     """What was written, before the model is looked at."""
 
-    cfg: Sections
+    cfg: sections.Run
     machines: Machines
     precision: str
     notes: tuple[str, ...]
+    longest_row_tokens: int
 
     def setting(self, method: Method) -> Setting:
         """What all ways to train have in common."""
@@ -72,7 +59,7 @@ class _Read:
             optimizer=train.optimizer,
             weights=train.weights,
             precision=self.precision,
-            row_tokens=data.max_length,
+            row_tokens=self.longest_row_tokens,
             packing=data.packing,
         )
 
@@ -97,10 +84,10 @@ class _Read:
 
 def _read(arguments: Sequence[str], options: Options) -> _Read:
     refuse_if_any(problems(options))
-    cfg = parse(Sections, [*arguments, *words_of(given_flags(arguments, options))])
+    cfg = parse(sections.Run, [*arguments, *words_of(given_flags(arguments, options))])
     machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
     precision, notes = _precision(options, machines)
-    return _Read(cfg, machines, precision, notes)
+    return _Read(cfg, machines, precision, notes, cfg.data.max_length)
 
 
 def asked(arguments: Sequence[str], options: Options) -> Asked:
@@ -126,6 +113,11 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
     refuse_if_any(_contradictions(shape, read, options, batch))
     for method in methods:
         trained_parameters(shape, read.setting(method))  # knows what an adapter can be asked for
+    if shape.positions is not None and not cfg.data.packing and cfg.data.max_length > shape.positions:
+        read = replace(read, longest_row_tokens=shape.positions)
+        notes.append(
+            f"Rows are taken to have {shape.positions:,} tokens, the model's positions: a run would refuse longer ones."
+        )
     if shape.not_counted:
         notes.append(f"Of the model, {', '.join(shape.not_counted)} is not counted.")
     notes += _on_weights(cfg.model)
@@ -137,7 +129,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         machines=machines,
         base=read.setting(read.method),
         global_batch_size=batch,
-        mean_document_tokens=options.document_tokens or cfg.data.max_length,
+        mean_document_tokens=options.document_tokens or read.longest_row_tokens,
         methods=methods,
         strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
         checkpointing=read.checkpointing,
@@ -215,20 +207,14 @@ def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ..
 
 
 def _contradictions(shape: ModelShape, read: _Read, options: Options, batch: int) -> list[str]:
-    found, row_tokens = [], read.cfg.data.max_length
-    if shape.positions is not None and row_tokens > shape.positions:
-        found.append(
-            f"data.max_length {row_tokens}: the model is made for rows of at most {shape.positions} positions; set it "
-            f"to {shape.positions} or less."
-        )
+    data = read.cfg.data
+    found, row_tokens = planner_problems(read.cfg.model.attention), data.max_length
+    if data.streaming:  # rows that are not read yet may be as long as that
+        found += position_problems(row_tokens, shape.positions)
     if options.document_tokens is not None and options.document_tokens > row_tokens:
         found.append(
             f"--document-tokens {options.document_tokens:g}: documents do not lie in rows of {row_tokens} tokens; give "
             f"at most {row_tokens}."
         )
     micro_batch_size = read.micro_batch_size or 1
-    if batch % (micro_batch_size * read.machines.world_size):
-        from finetune.data.sampler import batch_problems  # imports NumPy
-
-        found += batch_problems(batch, micro_batch_size, read.machines.world_size)
-    return found
+    return found + batch_problems(batch, micro_batch_size, read.machines.world_size)

@@ -1,9 +1,9 @@
 """The settings that answer a question: for each strategy and method the fastest that fits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from finetune.config.compatibility import Cell, refusal
+from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.question import Method, Question
 from finetune.planner.speed import step_time
@@ -56,31 +56,12 @@ def why_not(question: Question, strategy: str, method: Method) -> str | None:
             f"The model is published in {published} bits, which stay frozen; train an adapter on them, or take its "
             "16-bit version."
         )
+    cell = Cell(strategy, method.bits, method.adapter, base.optimizer)
     return (
         world_sizes_problem(strategy, question.machines.world_size)
-        or refusal(Cell(strategy, method.bits, method.adapter, base.optimizer))
-        or _weights_problem(replace(base, strategy=strategy))
+        or refusal(cell)
+        or next(iter(bf16_weights_problems(cell, weights=base.weights, precision=base.precision)), None)
     )
-
-
-def _weights_problem(setting: Setting) -> str | None:
-    """What the recipe refuses of bf16 weights (``distributed.strategy.problems``)."""
-    if setting.weights != "bf16":
-        return None
-    if setting.precision != "bf16":
-        return "train.weights: bf16 computes in bf16; launch with --mixed_precision bf16."
-    if setting.optimizer in ("adafactor", "sgd"):
-        return (
-            f"train.weights: bf16 would lose the small updates of {setting.optimizer}; set train.optimizer to adamw or "
-            "adamw_8bit, or train.weights to fp32_master."
-        )
-    placement = placement_of(setting.strategy, setting.world_size)
-    if placement.framework == "zero" and placement.optimizer_on != "gpu":
-        return (
-            f"train.weights: bf16 is not available under {setting.strategy}, whose optimizer keeps fp32 state in host "
-            "memory; use fp32_master, or a strategy file without offload."
-        )
-    return None
 
 
 def fastest(question: Question, strategy: str, method: Method, judge: Judge = judged) -> Row:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.planner.shape import Linear, ModelShape
-from finetune.planner.trained import adapter_parameters
+from finetune.planner.trained import adapter_parameters, is_adapted
 from finetune.trace.setting import Setting
 
 BYTES_OF_4_BIT, BYTES_OF_8_BIT = 0.516, 1.0
@@ -107,6 +107,4 @@ def adapted_linears(shape: ModelShape, setting: Setting) -> list[Linear]:
     """Linear layers of a decoder layer that have an adapter."""
     if setting.adapter == "none":
         return []
-    if setting.targets == "all-linear":
-        return list(shape.linears)
-    return [each for each in shape.linears if each.is_module and each.name in setting.targets]
+    return [each for each in shape.linears if is_adapted(each, setting.targets, setting.modules_to_save)]

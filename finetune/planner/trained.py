@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from finetune.config.refusals import adapter_name_problems
 from finetune.errors import refuse_if_any
 from finetune.planner.model_shape import Linear, ModelShape
 from finetune.trace.setting import Setting
@@ -112,20 +113,7 @@ def _problems(shape: ModelShape, kind: str, targets: str | Sequence[str], module
     parts = [part for path in paths for part in path.split(".")]
     stacked = {each.name for each in shape.linears if each.copies > 1}
     modules = ({*parts} - stacked) | {"embed_tokens", "norm", "lm_head"}
-    found = []
-    if targets != "all-linear" and (not targets or isinstance(targets, str) or not linear.issuperset(targets)):
-        unknown = [targets] if isinstance(targets, str) else [name for name in targets if name not in linear]
-        found.append(
-            f"adapter.targets: the model has no linear layer {', '.join(unknown) or 'in an empty list'}; it has "
-            f"{', '.join(sorted(linear))}. Or set all-linear."
-        )
-    if unknown := [name for name in modules_to_save if name not in modules]:
-        found.append(
-            f"adapter.modules_to_save: the model has no module {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(modules))}."
-        )
-    if both := sorted(set(modules_to_save) & set(targets if not isinstance(targets, str) else [])):
-        found.append(f"adapter: {', '.join(both)} stands in targets and in modules_to_save; take it out of one.")
+    found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=modules)
     return found or _conflicts(shape, kind, targets, modules_to_save)
 
 

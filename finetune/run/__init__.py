@@ -1,1 +1,7 @@
-"""What every recipe shares: ``entry`` (exit codes), ``screen`` (what a person sees), ``data_checks``."""
+"""What every recipe shares: from its command line to its result, but for the loop, the step and the loss.
+
+``entry`` (a recipe's script, its exit codes), ``preflight`` (all that can be refused before anything is loaded),
+``inputs`` (rows and batches), ``sizes`` (what the planner chooses), ``session`` (a run from its lock to its result), of
+which ``opening`` (record, first lines), ``resumption`` (what it resumes from), ``model_setup`` (model, adapter,
+optimizer), ``logbook`` (what it writes as it goes) and ``result`` (what came of it); ``screen`` (what a person sees).
+"""

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from pydantic import BaseModel
-
 from finetune import distributed, start_up
 from finetune.config.command_line import parse
+from finetune.config.sections import Run
 from finetune.errors import InputError, RunInterrupted, RunStopped
+from finetune.run.preflight import as_restarted
 from finetune.start_up import is_first_process
 
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound=Run)
 EXIT_CODE_OF_BAD_INPUT = 2
 EXIT_CODE_OF_STOPPED_RUN = 1
 EXIT_CODE_OF_INTERRUPTED_RUN = 75
@@ -32,7 +32,7 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
     """
     start_up.end_at_once()
     try:
-        main(parse(config_class, sys.argv[1:]))
+        main(as_restarted(parse(config_class, sys.argv[1:])))
     except RunInterrupted as ended:  # on all processes at once
         if is_first_process():
             print(ended, file=sys.stderr)

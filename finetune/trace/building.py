@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 
+from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import attention, quantization
 from finetune.models import loading as models
@@ -53,13 +54,14 @@ def attach(model: PreTrainedModel, setting: Setting, dtype: torch.dtype) -> None
     if setting.adapter != "none":
         adapters.attach(
             model,
-            kind=setting.adapter,
-            rank=setting.rank,
-            alpha=2.0 * setting.rank,
-            rank_stabilized=False,
-            dropout=setting.dropout,
-            targets=setting.targets if isinstance(setting.targets, str) else list(setting.targets),
-            modules_to_save=list(setting.modules_to_save),
+            sections.Adapter(
+                type=setting.adapter,  # type: ignore[arg-type]  # pydantic checks it
+                rank=setting.rank,
+                alpha=2.0 * setting.rank,
+                dropout=setting.dropout,
+                targets=setting.targets if setting.targets == "all-linear" else list(setting.targets),  # type: ignore[arg-type]
+                modules_to_save=list(setting.modules_to_save),
+            ),
             base="",
             revision=None,
             dtype=dtype,

@@ -113,6 +113,8 @@ class Report:
     packed: InputFigures
     global_batch_size: int
     micro_batch_size: int
+    micro_batch_is_open: bool
+    """The planner chooses the micro-batch when the run starts: no larger than this, and padding no more."""
     tokens_per_second: float | None
     """Positions of all processes, per second."""
     speed_from: str | None
@@ -135,7 +137,7 @@ def report(
     max_length: int,
     packing: bool,
     global_batch_size: int,
-    micro_batch_size: int,
+    micro_batch_size: int | None,
     epochs: float,
     steps: int | None,
     seed: int,
@@ -153,6 +155,7 @@ def report(
         held_out: held-out rows, of their own sources or split off the training rows; None if there are none.
         train_sources: what the training rows were read from, in their order.
         held_out_sources: what the held-out rows were read from; none if they were split off.
+        micro_batch_size: None where the planner chooses it; then padding is that of the whole global batch at a time.
         epochs, steps: length of the run; steps win.
         skips_bad_rows: whether a run trains on the rest where rows are rejected.
         problems: why else a run would refuse the rows.
@@ -169,7 +172,7 @@ def report(
         "steps": steps,
         "epochs": epochs,
         "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": micro_batch_size or global_batch_size,
         "seed": seed,
     }
     rejects = [rejected_problem(rejected, len(distinct))] if rejected and not skips_bad_rows else []
@@ -200,7 +203,8 @@ def report(
         unpacked=_input_figures(Batches(train, packing=False, **run), tokens_per_second),
         packed=_input_figures(Batches(train, packing=True, **run), tokens_per_second),
         global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=micro_batch_size or global_batch_size,
+        micro_batch_is_open=micro_batch_size is None,
         tokens_per_second=tokens_per_second,
         speed_from=speed_from,
         examples=[shown_row(distinct[number], tokenizer) for number in chosen],

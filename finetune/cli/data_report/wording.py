@@ -92,11 +92,12 @@ def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
     both = (report.unpacked, report.packed)
     heads = ["", "a row each", "packed"]
     heads[2 if report.packing else 1] += " (chosen)"
+    at_a_time = f"{'up to ' if report.micro_batch_is_open else ''}{report.micro_batch_size} rows at a time"
     rows = [
         ["rows of the input, an epoch", *(f"{each.rows_per_epoch:,}" for each in both)],
         [f"fill of a row of {report.max_length:,}", *(f"{each.room_used:.1%}" for each in both)],
         ["positions to compute, an epoch", *(f"{each.positions_per_epoch:,}" for each in both)],
-        [f"of these padding, {report.micro_batch_size} rows at a time", *(f"{each.padding:.1%}" for each in both)],
+        [f"of these padding, {at_a_time}", *(f"{each.padding:.1%}" for each in both)],
         [f"steps of {report.global_batch_size} rows, an epoch", *(f"{each.steps_per_epoch:,.1f}" for each in both)],
         ["steps of the run", *(f"{each.steps:,}" for each in both)],
         ["trained tokens, a step", *(f"{each.trained_tokens_per_step:,.0f}" for each in both)],

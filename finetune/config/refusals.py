@@ -1,0 +1,95 @@
+"""What a configuration cannot ask for, as sentences that the run, ``finetune data`` and ``finetune plan`` share."""
+
+from collections.abc import Collection, Sequence
+
+from finetune.config import sections
+
+
+def batch_problems(global_batch_size: int, micro_batch_size: int, world_size: int) -> list[str]:
+    """Why a global batch cannot be cut into micro-batches for every process, naming the nearest ones that can."""
+    unit = micro_batch_size * world_size
+    if global_batch_size % unit == 0:
+        return []
+    below, above = global_batch_size // unit * unit, (global_batch_size // unit + 1) * unit
+    nearest = f"{below} or {above}" if below else f"{above}"
+    return [
+        f"train.global_batch_size {global_batch_size} does not divide into micro-batches of {micro_batch_size} rows on "
+        f"{world_size} process{'es' if world_size > 1 else ''} ({unit} rows at a time); set it to {nearest}, or change "
+        "train.micro_batch_size."
+    ]
+
+
+def adapter_name_problems(
+    targets: str | Sequence[str],
+    modules_to_save: Sequence[str],
+    *,
+    linear: Collection[str],
+    modules: Collection[str],
+) -> list[str]:
+    """Names of an adapter's section that match nothing in the model.
+
+    Args:
+        linear: last names of the model's linear layers.
+        modules: last names of all of its modules.
+    """
+    named = [targets] if isinstance(targets, str) else list(targets)
+    unknown = [name for name in named if name not in linear]
+    found = []
+    if targets != "all-linear" and (unknown or not named):
+        found.append(
+            f"adapter.targets: the model has no linear layer {', '.join(unknown) or 'in an empty list'}; it has "
+            f"{', '.join(sorted(linear))}. Or set all-linear."
+        )
+    if missing := [name for name in modules_to_save if name not in modules]:
+        found.append(
+            f"adapter.modules_to_save: the model has no module {', '.join(missing)}; it has "
+            f"{', '.join(sorted(modules))}."
+        )
+    if both := sorted(set(modules_to_save) & set(named)):
+        found.append(f"adapter: {', '.join(both)} stands in targets and in modules_to_save; take it out of one.")
+    return found
+
+
+def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
+    """Keys of an adapter that is not asked for."""
+    default = sections.Adapter()
+    given = [key for key, value in adapter if value != getattr(default, key)] if adapter.type == "none" else []
+    return [
+        f"adapter.{key} is given, but adapter.type is none; set adapter.type to lora, or leave it out." for key in given
+    ]
+
+
+def question_problems(section: sections.Eval, held_out: object) -> list[str]:
+    """Keys of eval that need held-out rows, where data.eval names none."""
+    asks = {"prompts": isinstance(section.prompts, int) and section.prompts > 0, "exact_match": section.exact_match}
+    return [
+        f"eval.{key} asks for held-out conversations, but data.eval names none; set data.eval."
+        for key, is_asked in asks.items()
+        if is_asked and not held_out
+    ]
+
+
+def position_problems(longest: int, positions: int | None) -> list[str]:
+    """Rows longer than the model has positions.
+
+    Args:
+        longest: tokens of the longest row.
+        positions: None for a model that counts none.
+    """
+    if positions is None or longest <= positions:
+        return []
+    return [
+        f"Rows have up to {longest:,} tokens, but the model has {positions:,} positions; set data.max_length to "
+        f"{positions} or less."
+    ]
+
+
+def planner_problems(attention: str) -> list[str]:
+    """Attention that the planner does not count.
+
+    Args:
+        attention: as ``model.attention``.
+    """
+    if attention == "eager":
+        return ["The planner does not count eager attention, whose scores take memory of the row's length squared."]
+    return []

@@ -1,0 +1,66 @@
+"""A model as its configuration describes it: everything that is known of it before its weights are read."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.config import sections
+from finetune.models import attention, loading, quantization
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model, and how it is to be loaded. Make one with ``read``."""
+
+    section: sections.Model
+    config: PreTrainedConfig
+    bits: int | None
+    """4 or 8 to quantise the linear layers as they are read; None for the weights as they are stored."""
+    attention: str
+    """The name for ``attn_implementation``, or auto."""
+
+    @classmethod
+    def read(cls, section: sections.Model, quantised: sections.Quantization, *, packing: bool) -> "ModelSpec":
+        """Read the config.json.
+
+        Raises:
+            InputError: if it cannot be read, or describes no model that transformers knows.
+        """
+        return cls(
+            section,
+            loading.load_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code),
+            None if quantised.bits == "none" else quantised.bits,
+            attention.PACKED if packing and section.attention == "auto" else section.attention,
+        )
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """Of the language model, where the configuration holds others beside it."""
+        return self.config.get_text_config()
+
+    @property
+    def stored_bits(self) -> int | None:
+        """Bits that the model is published in; None for 16 or 32."""
+        return quantization.stored_bits(self.config)
+
+    @property
+    def quantised_bits(self) -> int | None:
+        """Bits of the frozen linear layers, once the model is loaded; None for 16 or 32."""
+        return self.bits or self.stored_bits
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the published weights."""
+        return loading.stored_dtype(self.config)
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model's modules without weights, on the meta device."""
+        return loading.without_weights(self.config, self.section.trust_remote_code)
+
+    @cached_property
+    def quantised_bytes(self) -> int:
+        """Bytes of the quantised model; 0 where it is not quantised."""
+        return quantization.quantised_bytes(self.skeleton, self.quantised_bits) if self.quantised_bits else 0

@@ -1,0 +1,92 @@
+"""The rows of a run and their batches, as a configuration asks for them."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config import sections
+from finetune.data import dataset, streaming
+from finetune.data.batches import Batches
+from finetune.data.encoding_workers import Settings
+from finetune.data.rows import Rows
+from finetune.errors import refuse_if_any
+from finetune.models import loading
+from finetune.models.spec import ModelSpec
+from finetune.run.preflight import row_problems
+from finetune.run.screen import Preparing
+from finetune.start_up import is_first_process
+
+
+def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, or the one that is named, with the chat template that is named.
+
+    Raises:
+        InputError: if there is none, or a slow one.
+    """
+    return loading.load_tokenizer(
+        model.tokenizer or model.path,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=data.chat_template,
+    )
+
+
+def settings_of(data: sections.Data) -> Settings:
+    """How records become rows."""
+    return Settings(format=data.format, train_on=data.train_on, max_length=data.max_length, split_key=data.split_key)
+
+
+def load_rows(
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+) -> tuple[Rows | None, Rows | None]:
+    """The training rows (None where they are streamed), and the held-out rows where there are some.
+
+    No process group exists yet, so that no collective waits for a tokenizer: one process prepares, the others wait for
+    its files.
+
+    Raises:
+        InputError: if sources cannot be read, or the model cannot take what they hold.
+    """
+    train = dataset.named_sources(data.train)
+    held_out = data.eval if isinstance(data.eval, float) else dataset.named_sources(data.eval)
+    settings, skip = settings_of(data), data.on_bad_row == "skip"
+    with Preparing(shown=is_first_process()) as tell:
+        if data.streaming:
+            assert not isinstance(held_out, float)  # refused before
+            rows, held = None, dataset.read_some(held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
+        else:
+            rows, held = dataset.load(train, held_out, tokenizer, settings, skip_bad_rows=skip, tell=tell)
+    refuse_if_any(row_problems(rows, held, data, spec))
+    return rows, held
+
+
+def batches_of(
+    data: sections.Data,
+    train: sections.Train,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    rows: Rows | None,
+) -> Batches | streaming.Stream:
+    """Which rows are trained in which optimizer step: a function of (seed, epoch, step).
+
+    Args:
+        rows: None to read them as they are needed.
+    """
+    form: dict[str, Any] = {
+        "packing": data.packing,
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.least_micro_batch_size,
+        "seed": train.seed,
+    }
+    if rows is not None:
+        return Batches(rows, max_length=data.max_length, steps=train.steps, epochs=train.epochs, **form)
+    assert train.steps is not None  # refused before
+    return streaming.Stream(
+        dataset.named_sources(data.train),
+        tokenizer,
+        settings_of(data),
+        steps=train.steps,
+        vocabulary=spec.text_config.vocab_size,
+        skip_bad_rows=data.on_bad_row == "skip",
+        **form,
+    )

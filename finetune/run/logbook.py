@@ -1,0 +1,60 @@
+"""The lines that a run writes as it goes: metrics.jsonl, rejected.jsonl, and the screen."""
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint import resuming
+from finetune.checkpoint.reader import Checkpoint
+from finetune.data import dataset
+from finetune.data.batches import Batches
+from finetune.data.rows import Rows
+from finetune.data.streaming import Stream
+from finetune.output import run_files
+from finetune.output.run_record import RunRecord
+from finetune.run.screen import Screen
+
+
+class Logbook:
+    """Written by the main process; the others call the same methods, which do nothing there."""
+
+    def __init__(self, folder: Path, screen: Screen, batches: Batches | Stream, *, writes: bool) -> None:
+        self.folder, self.screen, self.batches, self.writes = folder, screen, batches, writes
+        self.metrics_file = run_files.Journal(folder / "metrics.jsonl")
+        self.rejected_file = run_files.Journal(folder / "rejected.jsonl")
+
+    def open(self, record: RunRecord, resumed: Checkpoint | None, held_out: Rows | None, *, overwrite: bool) -> None:
+        """Replace an earlier run in the folder, or bring its records back to where a checkpoint stands.
+
+        Args:
+            resumed: this run's own checkpoint, to resume from.
+            held_out: rows of files of their own, of which some may have been rejected.
+        """
+        if not self.writes:
+            return
+        self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite))
+        run_files.write_run(self.folder, record.as_dict())
+        self.rejected_file.append(chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out)))
+
+    def write(self, finished: list[dict[str, Any]]) -> None:
+        """Add the metrics of steps, and what was rejected meanwhile."""
+        rejected = self.batches.newly_rejected()
+        for metrics in finished:
+            self.screen.step(metrics)
+        if self.writes:
+            self._say(self.metrics_file.append(map(json.dumps, finished)) + self.rejected_file.append(rejected))
+
+    def complete(self, step: int, metrics: dict[str, Any]) -> None:
+        """Add figures to the line of a step that was written before."""
+        if self.writes:
+            run_files.complete_metrics(self.folder, step, [metrics])
+
+    def close(self) -> None:
+        """Write what still waits for a disk that was full."""
+        self._say(self.metrics_file.close() + self.rejected_file.close())
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.screen.say(line)

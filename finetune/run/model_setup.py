@@ -1,0 +1,74 @@
+"""Model, adapter and optimizer of a run, as its strategy loads and splits them."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from finetune import distributed
+from finetune.config import sections
+from finetune.models import adapter as adapters
+from finetune.models import loading
+from finetune.models.spec import ModelSpec
+from finetune.optim import optimizer as optimizers
+
+
+def load_model(
+    accelerator: Accelerator,
+    launch: distributed.Strategy,
+    spec: ModelSpec,
+    adapter: sections.Adapter,
+    train: sections.Train,
+    device: torch.device,
+) -> PreTrainedModel:
+    """The model with its adapter, not prepared yet; ZeRO-3 has partitioned its weights already.
+
+    Args:
+        device: of quantised weights.
+
+    Raises:
+        InputError: if the model cannot be loaded.
+    """
+    dtype = distributed.compute_dtype(launch, train.weights)
+    adapted = adapter.type != "none"
+    with distributed.loading(
+        accelerator,
+        launch,
+        whole=spec.section.random_weights or bool(spec.quantised_bits),
+        by_every_process=adapted and adapters.trains_tied_weights(spec.skeleton, adapter.modules_to_save),
+    ):
+        model = loading.load_model(
+            spec.section.path,
+            spec.config,
+            revision=spec.section.revision,
+            trust_remote_code=spec.section.trust_remote_code,
+            attention=spec.attention,
+            dtype=dtype,
+            seed=train.seed,
+            bits=spec.bits,
+            device=device,
+            random_weights=spec.section.random_weights,
+        )
+    if adapted:
+        adapters.attach(
+            model, adapter, base=spec.section.path, revision=spec.section.revision, dtype=dtype, seed=train.seed
+        )
+    if train.recomputes:
+        loading.recompute_activations(model)
+    return model
+
+
+def build_optimizer(
+    accelerator: Accelerator, launch: distributed.Strategy, model: Any, train: sections.Train
+) -> torch.optim.Optimizer:
+    """The optimizer over the trained parameters of a model that is not prepared yet."""
+    return optimizers.build_optimizer(
+        model,
+        name=train.optimizer,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        weights=train.weights,
+        fused=distributed.fuses(accelerator),
+        rounding_seed=train.seed * launch.shards + launch.shard,
+    )

@@ -1,0 +1,99 @@
+"""How a run begins: its processes, what it reads, the record of what was asked for, and its first lines."""
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from finetune import distributed
+from finetune.cache import key_of
+from finetune.config import sections
+from finetune.data import dataset
+from finetune.data.batches import Batches
+from finetune.data.preparation import identity_of
+from finetune.data.rows import Rows
+from finetune.data.streaming import Stream
+from finetune.models import loading
+from finetune.models.spec import ModelSpec
+from finetune.output import run_files
+from finetune.output.run_record import RunRecord
+from finetune.planner import RunPlan
+from finetune.run.sizes import Sizes
+
+
+def join(
+    cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, sizes: Sizes, offload_folder: Path
+) -> Accelerator:
+    """Join the other processes, and make the Accelerator of the run."""
+    return distributed.start(
+        launch,
+        accumulation=cfg.train.global_batch_size // (sizes.micro_batch_size * launch.world_size),
+        micro_batch_size=sizes.micro_batch_size,
+        max_grad_norm=cfg.train.max_grad_norm,
+        optimizer=cfg.train.optimizer,
+        weights=cfg.train.weights,
+        largest_parameter=lambda: max(parameter.numel() for parameter in spec.skeleton.parameters()),
+        offload_folder=offload_folder,
+    )
+
+
+def fingerprints(
+    cfg: sections.Run, tokenizer: PreTrainedTokenizerBase, batches: Batches | Stream, held_out: Rows | None
+) -> dict[str, str | None]:
+    """Of what is read: another run is known by them, and a process that reads something else."""
+    model, adapted = cfg.model, cfg.adapter.type != "none"
+    return {
+        "train": batches.fingerprint,
+        "eval": held_out.fingerprint if held_out else None,
+        "tokenizer": key_of(identity_of(tokenizer)),
+        "base": loading.identity(model.path, revision=model.revision, weights=adapted and not model.random_weights),
+    }
+
+
+def new_record(
+    cfg: sections.Run,
+    launch: distributed.Strategy,
+    read: dict[str, str | None],
+    chat_template: Any,
+    steps: int,
+    plan: RunPlan | None,
+) -> RunRecord:
+    """The record of a run that begins, with an id of its own; collective.
+
+    Args:
+        read: fingerprints of what is read.
+    """
+    return RunRecord(
+        config=cfg.model_dump(),
+        strategy={"name": launch.name, "processes": launch.world_size, "precision": launch.mixed_precision},
+        data=read,
+        chat_template=chat_template,
+        steps=steps,
+        plan=plan.record() if plan else None,
+        launcher=distributed.launcher_of(launch),
+        environment=run_files.environment(),
+        id=gather_object([uuid4().hex])[0],
+    )
+
+
+def introduction(
+    cfg: sections.Run,
+    launch: distributed.Strategy,
+    batches: Batches | Stream,
+    held_out: Rows | None,
+    plan_lines: list[str],
+) -> list[str]:
+    """Lines for the run's output: strategy, rows, plan."""
+    lines = [distributed.describe(launch)]
+    if cfg.model.random_weights:
+        seed = cfg.train.seed
+        lines.append(f"random weights drawn from seed {seed}, as model.random_weights asks: nothing learnt yet")
+    lines += batches.describe() + plan_lines
+    if held_out:
+        lines.append(dataset.describe(held_out, "held-out"))
+        if isinstance(batches, Batches) and (shared := dataset.shared_with(held_out, batches.rows)):
+            lines.append(f"eval_loss is optimistic: {shared:,} of the held-out rows are in the training data too")
+    return lines

@@ -1,0 +1,182 @@
+"""Everything about a run that can be refused before it loads or writes anything, in the order in which it is known.
+
+``check`` (configuration, launch, folder, model), then ``check_rows`` (the rows, as the model takes them). ``finetune
+data`` calls the same functions for what it looks at. What a configuration alone tells stands in
+``finetune.config.refusals`` and ``config.compatibility``, which ``finetune plan`` shares: it imports no PyTorch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from finetune import checkpoint, distributed
+from finetune.checkpoint import resuming
+from finetune.config import sections
+from finetune.config.refusals import (
+    batch_problems,
+    position_problems,
+    question_problems,
+    unused_adapter_keys,
+)
+from finetune.data import dataset, sources, streaming
+from finetune.data.rows import Rows
+from finetune.data.sources import Source
+from finetune.errors import refuse_if_any
+from finetune.models import adapter as adapters
+from finetune.models import loading, packing_support, quantization, weights
+from finetune.models.spec import ModelSpec
+from finetune.output import output_folder, run_files
+
+Configuration = TypeVar("Configuration", bound=sections.Run)
+
+
+def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
+    """Refuse what the configuration, the launch, the folder and the model's files tell.
+
+    Returns:
+        The model, of which nothing but its configuration and the headers of its files has been read.
+
+    Raises:
+        InputError: with every problem of the first kind that has some.
+    """
+    loading.quiet()
+    method = _method(cfg)
+    bits = None if cfg.quantization.bits == "none" else cfg.quantization.bits
+    refuse_if_any(
+        distributed.problems(launch, bits=bits, **method)
+        + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
+        + configuration_problems(cfg)
+        + folder_problems(cfg)
+    )
+    resumes_from, _ = checkpoint.look_for(cfg.checkpoint.resume, Path(cfg.train.output_dir))
+    if resumes_from:
+        weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
+        precision = launch.mixed_precision
+        now = cfg.model_dump()
+        refuse_if_any(resuming.config_problems(resumes_from, now, precision=precision, weights_only=weights_only))
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing)
+    stored_bits = spec.stored_bits
+    refuse_if_any(
+        model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
+        + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
+    )
+    skeleton = spec.skeleton
+    if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
+        weight_files(spec)
+    if cfg.adapter.type != "none":
+        refuse_if_any(
+            adapters.problems(
+                skeleton,
+                targets=cfg.adapter.targets,
+                modules_to_save=cfg.adapter.modules_to_save,
+                quantised=spec.quantised_bits is not None,
+            )
+            + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
+        )
+    return spec
+
+
+def configuration_problems(cfg: sections.Run) -> list[str]:
+    """What the configuration and a look at the file system tell."""
+    held_out = dataset.named_sources(cfg.data.eval)
+    return (
+        loading.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
+        + sources.problems(dataset.named_sources(cfg.data.train) + held_out)
+        + held_out_problems(held_out)
+        + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
+        + question_problems(cfg.eval, cfg.data.eval)
+        + unused_adapter_keys(cfg.adapter)
+    )
+
+
+def folder_problems(cfg: sections.Run) -> list[str]:
+    """Why the run may not write where it is told to."""
+    folder = Path(cfg.train.output_dir)
+    named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
+    return output_folder.problems(
+        folder,
+        overwrite=cfg.train.overwrite,
+        resumes=resuming.is_in(cfg.checkpoint.resume, folder),
+        inputs=[source.path for source in named] + [file for file in [cfg.data.chat_template] if file],
+    )
+
+
+def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> list[str]:
+    """Why the model cannot be had as it is asked for, or cannot take rows that are packed.
+
+    Args:
+        dtype: in which it computes.
+    """
+    found = quantization.problems(spec.config, spec.bits)
+    found += loading.attention_problems(spec.config, spec.section.attention, spec.section.trust_remote_code)
+    if data.packing:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        found += packing_support.problems(spec.config, attention=spec.attention, dtype=dtype, capability=capability)
+    return found
+
+
+def weight_files(spec: ModelSpec) -> list[Path]:
+    """The files of the model's weights, which belong to it by their headers; none where random ones are drawn.
+
+    Raises:
+        InputError: if files are missing, damaged or those of another model.
+    """
+    if spec.section.random_weights:
+        return []
+    files = weights.files(spec.section.path, spec.section.revision)
+    refuse_if_any(weights.problems(spec.skeleton, files))
+    return files
+
+
+def row_problems(train: Rows | None, held_out: Rows | None, data: sections.Data, spec: ModelSpec) -> list[str]:
+    """What the tokenised rows have that the model cannot take.
+
+    Args:
+        train: None where the rows of a stream are not read yet; then, as with rows at hand of data that a run would
+            stream, each may have ``max_length`` tokens.
+    """
+    lengths = [int(rows.lengths.max()) for rows in (None if data.streaming else train, held_out) if rows is not None]
+    longest = max([data.max_length, *lengths] if data.streaming or train is None else lengths)
+    vocabulary: int = spec.text_config.vocab_size
+    return vocabulary_problems([train, held_out], vocabulary) + position_problems(
+        longest, loading.most_positions(spec.text_config)
+    )
+
+
+def held_out_problems(entries: Sequence[Source]) -> list[str]:
+    """Weights in data.eval, where they would mean nothing: the loss is that of every held-out row."""
+    return [
+        f"data.eval: {entry.path} has the weight {entry.weight:g}, but held-out rows count once each; take it out."
+        for entry in entries
+        if entry.weight != 1
+    ]
+
+
+def vocabulary_problems(read: Sequence[Rows | None], vocabulary: int) -> list[str]:
+    """Tokens that the model has no embedding for."""
+    largest = max((rows.summary["largest_token"] for rows in read if rows is not None), default=0)
+    return streaming.vocabulary_problems(largest, vocabulary)
+
+
+def as_restarted(cfg: Configuration) -> Configuration:
+    """The configuration of a process that its launcher started in place of one that died: it resumes what that began.
+
+    Another launch finds the configuration as it is.
+    """
+    if not distributed.was_restarted():
+        return cfg
+    began_by = run_files.identity_of_run(Path(cfg.train.output_dir)).get("launcher")
+    if began_by != distributed.launcher_of(distributed.Strategy.from_environment()):
+        return cfg
+    return cfg.model_copy(
+        update={
+            "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
+            "train": cfg.train.model_copy(update={"overwrite": False}),
+        }
+    )
+
+
+def _method(cfg: sections.Run) -> dict[str, str]:
+    return {"adapter": cfg.adapter.type, "optimizer": cfg.train.optimizer, "weights": cfg.train.weights}

@@ -1,0 +1,117 @@
+"""What came of a run: its record completed, final/ written, and told to a person."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from finetune import distributed
+from finetune.models.spec import ModelSpec
+from finetune.output import run_files
+from finetune.output.run_record import Progress, RunRecord
+from finetune.planner import RunPlan
+from finetune.run.screen import Screen
+from finetune.training import evaluation
+
+
+def completed(
+    record: RunRecord,
+    progress: Progress,
+    asked: list[evaluation.Question],
+    answers: dict[str, str],
+    *,
+    eval_loss: float | None,
+    measured: dict[str, float | None],
+    compares: bool,
+) -> RunRecord:
+    """The record with what was measured.
+
+    Args:
+        progress: as it was before training, where it tells of that.
+        answers: after training.
+        eval_loss: after training; None where nothing is held out.
+        compares: the answers, with those that were expected.
+    """
+    record = replace(record, measured=measured)
+    if eval_loss is not None and progress.eval_loss is not None:
+        record = replace(record, eval_loss={"before": progress.eval_loss, "after": eval_loss})
+    if compares:
+        found = {
+            "rows": sum(question.expected is not None for question in asked),
+            "before": evaluation.exact_match(asked, progress.answers),
+            "after": evaluation.exact_match(asked, answers),
+        }
+        record = replace(record, exact_match=found)
+    return record
+
+
+def write(
+    folder: Path,
+    accelerator: Accelerator,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    record: RunRecord,
+    metrics: dict[str, Any],
+    *,
+    adapter_alone: bool,
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    """Write run.yaml and final/; collective.
+
+    Args:
+        metrics: of the last step.
+        shapes: of each trained parameter.
+
+    Raises:
+        RunStopped: if what was written is not what was trained, or nothing could be written.
+    """
+    written, is_main = record.as_dict(), accelerator.is_main_process
+    if is_main:  # before final/, whose name stands for a run that is finished
+        run_files.write_run(folder, written)
+    with distributed.main_process_writes():
+        run_files.save_final(
+            folder,
+            accelerator.unwrap_model(model),
+            tokenizer,
+            distributed.full_parameters(accelerator, model),
+            distributed.working_parameters(accelerator, model),
+            adapter_alone=adapter_alone,
+            shapes=shapes,
+            dtype=spec.stored_dtype,
+            card=run_files.model_card(spec.section.path, written, metrics) if is_main else None,
+            record=written,
+        )
+
+
+def tell(
+    screen: Screen,
+    folder: Path,
+    record: RunRecord,
+    plan: RunPlan | None,
+    before: dict[str, str],
+    shown: dict[str, str],
+    *,
+    adapter_alone: bool,
+) -> None:
+    """Print what came of the run.
+
+    Args:
+        before: answers before training, by question.
+        shown: those after training that are shown.
+    """
+    if record.eval_loss:
+        first, last = record.eval_loss["before"], record.eval_loss["after"]
+        screen.say(f"held-out loss: {first:.4f} before, {last:.4f} after training")
+    if record.exact_match:
+        screen.say(run_files.describe_exact_match(record.exact_match))
+    for line in plan.compare(**record.measured) if plan and record.measured else []:
+        screen.say(line)
+    if shown:
+        screen.answers(before, shown)
+    if adapter_alone:
+        screen.say(f"The adapter is in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR")
+    else:
+        screen.say(f"The fine-tuned model is in {folder / 'final'}")

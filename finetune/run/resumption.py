@@ -1,0 +1,89 @@
+"""What a run resumes from: found, held against the configuration, and restored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from finetune import checkpoint, distributed
+from finetune.checkpoint import resuming
+from finetune.config import sections
+from finetune.data.batches import Batches
+from finetune.data.streaming import Stream
+from finetune.errors import refuse_if_any
+from finetune.output import run_files
+from finetune.output.run_record import Progress
+from finetune.start_up import is_first_process
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint and what it is to this run. Make one with ``find``."""
+
+    cfg: sections.Run
+    launch: distributed.Strategy
+    checkpoint: checkpoint.Checkpoint
+    weights_only: bool
+    """The optimizer starts anew."""
+    is_same_run: bool
+    """The checkpoint is this output folder's own, so that its records go on."""
+
+    @classmethod
+    def find(
+        cls,
+        cfg: sections.Run,
+        launch: distributed.Strategy,
+        fingerprints: dict[str, str | None],
+        steps: int,
+        say: Callable[[str], None],
+    ) -> "Resumption | None":
+        """The checkpoint that the configuration asks for, all of whose bytes are read once; None to begin. Collective.
+
+        Args:
+            fingerprints: of what the run reads.
+            steps: of the whole run.
+
+        Raises:
+            InputError: if there is none that can be used, or if it belongs to another run.
+        """
+        folder = Path(cfg.train.output_dir)
+        found = checkpoint.chosen(cfg.checkpoint.resume, folder, launch, say=say)
+        refuse_if_any(resuming.step_problems(folder, found, steps) if cfg.checkpoint.resume != "none" else [])
+        if found is None:
+            return None
+        weights_only = resuming.restarts_optimizer(found, cfg.checkpoint.resume_weights_only)
+        resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder))
+        refuse_if_any(resuming.config_problems(found, **resumption._now) + resuming.input_problems(found, fingerprints))
+        return resumption
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        precision = self.launch.mixed_precision
+        return {"now": self.cfg.model_dump(), "precision": precision, "weights_only": self.weights_only}
+
+    def restore(
+        self, accelerator: Any, model: Any, optimizer: Any, batches: Batches | Stream, say: Callable[[str], None]
+    ) -> Progress:
+        """Bring a prepared model and its optimizer to where the checkpoint stands; collective."""
+        checkpoint.restore(self.checkpoint, self.launch, accelerator, model, optimizer, weights_only=self.weights_only)
+        length: dict[str, Any] = {"steps": batches.steps, "tokens_of": lambda step: batches.step(step).trained_tokens}
+        for line in resuming.describe(self.checkpoint, **self._now, **length):
+            say(line)
+        return Progress.read(self.checkpoint.contents["progress"])
+
+    def known_metrics(self, progress: Progress) -> dict[str, Any]:
+        """The metrics of the step after which the run resumes, as its checkpoint and metrics.jsonl tell. Collective."""
+        folder = Path(self.cfg.train.output_dir)
+        written = run_files.read_metrics(folder)[0].get(progress.step, {}) if self.is_same_run else {}
+        return progress.metrics[-1] | gather_object([written])[0]
+
+
+def is_finished(cfg: sections.Run, steps: int) -> bool:
+    """Whether a run that is to be resumed has no step left; the first process says so."""
+    if cfg.checkpoint.resume != "auto" or run_files.finished_steps(Path(cfg.train.output_dir)) != steps:
+        return False
+    if is_first_process():
+        print(f"The run in {cfg.train.output_dir} is finished: its {steps:,} steps are done.")
+    return True

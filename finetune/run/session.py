@@ -1,0 +1,400 @@
+"""A run from its lock to its result: folder, processes, records, checkpoints, signals, screen.
+
+A session has no loop and no step, which are the recipe's, and nothing to override. A recipe opens it with ``with``, so
+that it is closed on every path, and calls in this order::
+
+    with Session(cfg, launch, spec, tokenizer, batches, held_out, loss_sum) as session:
+        model = session.load_model()
+        optimizer = session.build_optimizer(model)
+        model, optimizer = session.prepare(model, optimizer)
+        session.begin()
+        for step in session.steps():
+            ...  # the recipe's own
+            session.close_step(step, batch, losses, grad_norm, rate)
+        session.finish()
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from finetune import checkpoint, distributed
+from finetune.checkpoint import resuming
+from finetune.config import sections
+from finetune.data import collation
+from finetune.data.batches import Batch, Batches, describe_batch
+from finetune.data.rows import Rows
+from finetune.data.sampler import micro_batches
+from finetune.data.streaming import Stream
+from finetune.errors import InputError, RunInterrupted, RunStopped, refuse_if_any
+from finetune.models import loading, weights
+from finetune.models.flops import training_flops_per_token
+from finetune.models.spec import ModelSpec
+from finetune.optim.optimizer import state_bytes
+from finetune.output.run_record import Progress
+from finetune.run import model_setup, opening, result
+from finetune.run.logbook import Logbook
+from finetune.run.preflight import folder_problems, weight_files
+from finetune.run.resumption import Resumption
+from finetune.run.screen import Screen
+from finetune.run.sizes import advice_on_memory, plan_of
+from finetune.seeds import seed_of
+from finetune.start_up import is_first_process
+from finetune.training import evaluation
+from finetune.training.loss import LossSum
+from finetune.training.memory_check import check_memory
+from finetune.training.meter import Meter
+
+
+class Session:
+    """One run of a recipe."""
+
+    def __init__(
+        self,
+        cfg: sections.Run,
+        launch: distributed.Strategy,
+        spec: ModelSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        batches: Batches | Stream,
+        held_out: Rows | None,
+        loss_sum: LossSum,
+        *,
+        collate: Callable[..., Any] = collation.collate,
+    ) -> None:
+        """Writes nothing, and joins no other process.
+
+        Args:
+            loss_sum: what is learnt; also held out, and in the memory check.
+            collate: makes a micro-batch of the documents of each of its rows, on a device.
+
+        Raises:
+            InputError: if eval asks for answers that no held-out row has.
+        """
+        self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
+        self.batches, self.held_out, self.loss_sum = batches, held_out, loss_sum
+        self.collate = partial(collate, packed=cfg.data.packing)
+        self.folder = Path(cfg.train.output_dir)
+        self.asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
+        self.progress = Progress()
+
+    def __enter__(self) -> "Session":
+        """Plan the run, take its folder, join the other processes, and agree with them on what is trained.
+
+        Raises:
+            InputError: if the run cannot fit, its folder is taken, or the processes read different data.
+        """
+        planned = plan_of(self.cfg, self.launch, self.spec, self.batches)
+        files = weight_files(self.spec)
+        with ExitStack() as stack:
+            if is_first_process():  # one run at a time works in a folder
+                stack.enter_context(checkpoint.hold(self.folder))
+                refuse_if_any(folder_problems(self.cfg))  # what it held may have changed while it was waited for
+            fingerprints = opening.fingerprints(self.cfg, self.tokenizer, self.batches, self.held_out)
+            self.offload_folder = self.folder / "nvme_offload"
+            self.accelerator = opening.join(self.cfg, self.launch, self.spec, planned.sizes, self.offload_folder)
+            is_main, steps = self.accelerator.is_main_process, self.batches.steps
+            self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every)
+            if any(other != fingerprints for other in gather_object([fingerprints])):
+                raise InputError("The processes read different data; make the data files the same on every machine.")
+            shares = {"rank": self.launch.rank, "world_size": self.launch.world_size}
+            refuse_if_any(gather_object(weights.not_finite(files, **shares)))
+            sizes = planned.sizes.agreed(gather_object([planned.sizes]))
+            self.cfg = self.cfg.model_copy(update={"train": sizes.written_into(self.cfg.train)})
+            self.batches.micro_batch_size = sizes.micro_batch_size
+            self.plan = planned.plan
+            template = self.tokenizer.chat_template
+            self.record = opening.new_record(self.cfg, self.launch, fingerprints, template, steps, self.plan)
+            for line in opening.introduction(self.cfg, self.launch, self.batches, self.held_out, planned.lines):
+                self.screen.say(line)
+            self.resumption = Resumption.find(self.cfg, self.launch, fingerprints, steps, self.screen.say)
+            if self.resumption and self.resumption.is_same_run:
+                self.record = replace(self.record, id=self.resumption.checkpoint.contents["run"]["id"])
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.__exit__(*error)
+
+    def load_model(self) -> Any:
+        """The model with its adapter, as the strategy loads it.
+
+        Raises:
+            InputError: if it cannot be loaded, is not the checkpoint's, or its checkpoints have no room on the disk.
+        """
+        cfg = self.cfg
+        device = distributed.loading_device(self.accelerator, self.launch, self.spec.quantised_bytes)
+        if device != self.accelerator.device:
+            self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
+        model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, cfg.train, device)
+        self.trained_shapes = distributed.trained_shapes(model)
+        if self.resumption:
+            refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
+        self.checkpoint_bytes = resuming.bytes_of(
+            self.trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights
+        )
+        at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps)
+        refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
+        self.flops_per_token = training_flops_per_token(
+            **loading.shape(model), mean_row_length=self.batches.mean_document_tokens
+        )
+        return model
+
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """The optimizer over the model's trained parameters."""
+        return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.train)
+
+    def prepare(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        """Model and optimizer as the strategy wraps and shards them, which is proven.
+
+        Raises:
+            RuntimeError: if the strategy that was asked for is not the one that is active.
+        """
+        self.model, self.optimizer = distributed.prepare(
+            self.accelerator, self.launch, model, optimizer, weights=self.cfg.train.weights
+        )
+        sharding = distributed.sharding_of(self.launch, self.model, self.optimizer)
+        self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})
+        trained = sum(map(math.prod, self.trained_shapes.values()))
+        self.screen.say(f"{trained:,} trained weights; {sharding.describe()}")
+        return self.model, self.optimizer
+
+    def begin(self) -> None:
+        """Check the memory with the heaviest micro-batch; then begin the run, or bring it to where it stood.
+
+        All that can be refused has been by then: an earlier run in the folder is replaced now, or resumed.
+
+        Raises:
+            InputError: if the heaviest micro-batch does not fit.
+        """
+        self._check_memory()
+        # what looks out for lost processes is closed first of all, and without an error waits for the others
+        self._training = self._open.enter_context(ExitStack())
+        self.interruption = self._training.enter_context(distributed.Interruption(self.launch))
+        self._training.enter_context(self.screen)
+        self.saver = checkpoint.Saver(
+            self.folder,
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
+            keep=self.cfg.checkpoint.keep,
+            gather=self.interruption.gather,
+            expected_bytes=self.checkpoint_bytes,
+        )
+        own = self.resumption.checkpoint if self.resumption and self.resumption.is_same_run else None
+        self.logbook = Logbook(self.folder, self.screen, self.batches, writes=self.accelerator.is_main_process)
+        if self.resumption:
+            self.progress = self.resumption.restore(
+                self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
+            )
+        own_files = None if isinstance(self.cfg.data.eval, float) else self.held_out
+        self.logbook.open(self.record, own, own_files, overwrite=self.cfg.train.overwrite)
+        if self.resumption:
+            self._make_up_for_evaluation(self.resumption)
+        else:
+            eval_loss = self._evaluate() if self.held_out else None
+            if eval_loss is not None:
+                self.screen.say(f"held-out loss before training: {eval_loss:.4f}")
+            self.progress = replace(self.progress, eval_loss=eval_loss, answers=self._answers())
+        self.interruption.take_signals()
+        self.model.train()
+        self.finished: list[dict[str, Any]] = []
+        """Metrics of the steps that were read with the last one."""
+        self.meter = Meter(
+            self.accelerator,
+            flops_per_token=self.flops_per_token,
+            peak_flops=distributed.peak_flops_of(self.accelerator),
+            max_bad_steps=self.cfg.train.max_bad_steps,
+            last_checkpoint=self._last_checkpoint,
+            counters=self.progress.counters,
+        )
+
+    def _check_memory(self) -> None:
+        self.model.train()
+        heaviest = self.batches.heaviest()
+        check_memory(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            self.loss_sum,
+            self.collate(heaviest, self.accelerator.device),
+            optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer),
+            what=describe_batch(heaviest),
+            advice=advice_on_memory(self.cfg, self.launch.world_size),
+        )
+
+    def _make_up_for_evaluation(self, resumption: Resumption) -> None:
+        """The run may have ended between the checkpoint of a step and the evaluation after it."""
+        step, metrics = self.progress.step, resumption.known_metrics(self.progress)
+        is_lacking = "eval_loss" not in metrics and (resumption.is_same_run or step == self.batches.steps)
+        if self.held_out and is_lacking and self._evaluates_after(step):
+            metrics["eval_loss"] = self._evaluate()
+            self.screen.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
+            self.logbook.complete(step, metrics)
+        self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
+
+    def steps(self) -> Iterator[int]:
+        """The optimizer steps that are left, from 1; before each, random numbers are made a function of it."""
+        for step in range(self.progress.step + 1, self.batches.steps + 1):
+            # of dropout, for example: other ones on each process
+            torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.rank))
+            yield step
+
+    def micro_batches(self, batch: Batch) -> Iterator[Any]:
+        """This process's micro-batches of a step, on its device."""
+        for places in micro_batches(
+            batch.places,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            micro_batch_size=self.batches.micro_batch_size,
+        ):
+            yield self.collate([self.batches.documents(place) for place in places], self.accelerator.device)
+
+    def close_step(
+        self, step: int, batch: Batch, losses: list[torch.Tensor], grad_norm: float, learning_rate: float
+    ) -> None:
+        """Write down a step; save and evaluate where they are due; end the run where a signal asks for it. Collective.
+
+        Args:
+            losses: sum of the loss of each of this process's micro-batches.
+            grad_norm: before clipping.
+
+        Raises:
+            RunInterrupted: after a signal, once a checkpoint is complete.
+            RunStopped: if too many steps in a row were not finite.
+        """
+        finished = self.meter.update(
+            step=step,
+            rows=batch.sources,
+            losses=torch.stack(losses),
+            tokens=batch.trained_tokens,
+            row_tokens=batch.tokens,
+            total_tokens=batch.total_tokens,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=self.accelerator.optimizer_step_was_skipped,
+        )
+        signal, save_failed = self.interruption.agree(self.interruption.asked, self.saver.failed)
+        evaluates = bool(self.held_out) and not signal and self._evaluates_after(step)
+        is_last = step == self.batches.steps
+        saves = signal or (self.cfg.checkpoint.at_end and is_last) or is_due(step, self.cfg.checkpoint.every)
+        if evaluates or saves:
+            finished += self.meter.flush()
+        if save_failed:
+            self.saver.give_up()
+        if saves:  # before the evaluation, which may take long, and which a run that resumes makes up for
+            finished[-1]["save_stall_seconds"] = self._save(step, finished)
+        if evaluates:
+            finished[-1]["eval_loss"] = self._evaluate()
+            self.meter.restart_clock()
+        self.logbook.write(finished)
+        self.finished = finished
+        if signal:
+            ending = self._last_checkpoint()
+        for problem in self.saver.problems():
+            self.screen.say(problem)
+        if signal:
+            name = distributed.name_of(signal)
+            raise RunInterrupted(f"{name} ended the run after step {step} of {self.batches.steps}; {ending}.")
+
+    def _save(self, step: int, finished: list[dict[str, Any]]) -> float:
+        """Begin to write a checkpoint; returns the seconds that training stood still for it."""
+        self.progress = replace(
+            self.progress,
+            step=step,
+            metrics=finished,
+            counters=self.meter.counters,
+            measured=self.meter.measured(),
+        )
+        stalled = checkpoint.save(
+            self.saver,
+            self.launch,
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            run=self.record.as_dict(),
+            progress=self.progress.as_dict(),
+        )
+        self.meter.restart_clock()
+        return stalled
+
+    def _evaluates_after(self, step: int) -> bool:
+        return step == self.batches.steps or is_due(step, self.cfg.eval.every)
+
+    def _evaluate(self) -> float:
+        assert self.held_out
+        return evaluation.evaluate(
+            self.accelerator,
+            self.model,
+            self.loss_sum,
+            self.held_out,
+            micro_batch_size=self.batches.micro_batch_size,
+            collate=self.collate,
+        )
+
+    def _answers(self) -> dict[str, str]:
+        most = self.cfg.eval.max_new_tokens
+        return evaluation.answers(self.accelerator, self.model, self.tokenizer, self.asked, most)
+
+    def _last_checkpoint(self) -> str:
+        """Where the run can be resumed, in a clause, when it is about to end."""
+        self.saver.finish()
+        newest = checkpoint.describe_newest(self.folder)
+        self.interruption.expect_the_end()
+        return newest
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, write the result and tell of it, and leave the other processes.
+
+        Raises:
+            RunStopped: if no step changed a weight, or the result cannot be written.
+        """
+        self.saver.finish()
+        for problem in self.saver.problems():
+            self.screen.say(problem)
+        self.logbook.close()
+        if nothing_learnt := self.meter.result_problem(self.batches.steps):
+            self.interruption.expect_the_end()
+            raise RunStopped(nothing_learnt)
+        metrics = self.finished[-1] if self.finished else self.progress.metrics[-1]
+        measured = self.meter.measured()
+        if not self.finished and self.progress.measured:  # resumed after its last step
+            measured = self.progress.measured
+        answers = self._answers()
+        self.record = result.completed(
+            self.record,
+            self.progress,
+            self.asked,
+            answers,
+            eval_loss=metrics.get("eval_loss"),
+            measured=measured,
+            compares=self.cfg.eval.exact_match,
+        )
+        adapter_alone = self.cfg.adapter.type != "none"
+        result.write(
+            self.folder,
+            self.accelerator,
+            self.model,
+            self.tokenizer,
+            self.spec,
+            self.record,
+            metrics,
+            adapter_alone=adapter_alone,
+            shapes=self.trained_shapes,
+        )
+        self._training.close()
+        shown = evaluation.shown(self.asked, answers, self.cfg.eval.prompts)
+        before = self.progress.answers
+        result.tell(self.screen, self.folder, self.record, self.plan, before, shown, adapter_alone=adapter_alone)
+        distributed.finish(self.accelerator, self.launch, self.offload_folder)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; never, for 0."""
+    return every > 0 and step % every == 0

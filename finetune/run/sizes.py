@@ -1,0 +1,121 @@
+"""What a run will take, and what of its sizes is left to the planner: micro-batch and activation checkpointing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune import distributed
+from finetune.config import sections
+from finetune.config.refusals import planner_problems
+from finetune.data.batches import Batches
+from finetune.data.streaming import Stream
+from finetune.errors import InputError, refuse_if_any
+from finetune.models.spec import ModelSpec
+from finetune.planner import REPLICAS, RunPlan, Setting, plan_run
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Decided once, and the same on all processes: see ``agreed``."""
+
+    micro_batch_size: int
+    recomputes: bool
+    """Activations are computed again in the backward pass."""
+
+    def agreed(self, everyone: list["Sizes"]) -> "Sizes":
+        """Those of the whole run, given those of each process, of which some may have smaller GPUs than others.
+
+        Raises:
+            InputError: if the planner chose different micro-batches.
+        """
+        if len({each.micro_batch_size for each in everyone}) > 1:
+            raise InputError(
+                "The processes have different GPUs, for which the planner chose different micro-batches; set "
+                "train.micro_batch_size to a number."
+            )
+        return Sizes(self.micro_batch_size, any(each.recomputes for each in everyone))
+
+    def written_into(self, train: sections.Train) -> sections.Train:
+        """The section with these sizes where it left them open."""
+        chosen = {
+            "micro_batch_size": self.micro_batch_size,
+            "activation_checkpointing": "full" if self.recomputes else "none",
+        }
+        return train.model_copy(update=chosen)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a run, or why there is none."""
+
+    plan: RunPlan | None
+    lines: list[str]
+    """For the run's output."""
+    sizes: Sizes
+
+
+def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batches: Batches | Stream) -> Planned:
+    """What the run will take by the planner, and its choice of what is left open. A run can do without.
+
+    Raises:
+        InputError: if it cannot fit, or if the planner cannot tell and is asked to choose the micro-batch.
+    """
+    try:
+        plan = _plan(cfg, launch, spec, batches)
+    except InputError as error:
+        why = " ".join(error.problems)
+        if cfg.train.micro_batch_size == "auto":
+            raise InputError(f"train.micro_batch_size: auto is up to the planner. {why} Set it to a number.") from error
+        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes)
+        return Planned(None, [f"plan: none. {why}"], sizes)
+    refuse_if_any(plan.problems() if cfg.train.plan_check == "on" else [])
+    return Planned(plan, plan.describe(), Sizes(plan.setting.micro_batch_size, plan.setting.activation_checkpointing))
+
+
+def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batches: Batches | Stream) -> RunPlan:
+    adapter, train = cfg.adapter, cfg.train
+    refuse_if_any(planner_problems(cfg.model.attention))
+    if launch.replicas > 1 and launch.replicas != REPLICAS:
+        raise InputError(f"The planner does not know {launch.replicas} replicas.")
+    longest = max(sum(len(row.tokens) for row in documents) for documents in batches.heaviest())
+    left_open: dict[str, Any] = {
+        "micro_batch_size": None if train.micro_batch_size == "auto" else train.micro_batch_size,
+        "activation_checkpointing": None if train.activation_checkpointing == "auto" else train.recomputes,
+    }
+    return plan_run(
+        spec.config.to_dict(),
+        Setting(
+            strategy=launch.name,
+            world_size=launch.world_size,
+            bits=spec.quantised_bits,
+            adapter=adapter.type,
+            rank=adapter.rank,
+            dropout=adapter.dropout,
+            targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
+            modules_to_save=tuple(adapter.modules_to_save),
+            optimizer=train.optimizer,
+            weights=train.weights,
+            precision=launch.mixed_precision,
+            row_tokens=longest,
+            packing=cfg.data.packing,
+        ),
+        machines=distributed.machines_of(launch),
+        global_batch_size=train.global_batch_size,
+        mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens,
+        mean_document_tokens=batches.mean_document_tokens,
+        **left_open,
+    )
+
+
+def advice_on_memory(cfg: sections.Run, world_size: int) -> str:
+    """What of a configuration would take less memory, the cheapest first."""
+    rows = cfg.train.least_micro_batch_size
+    smaller = {
+        f"train.micro_batch_size {rows // 2}": rows > 1,
+        "train.activation_checkpointing full": not cfg.train.recomputes,
+        f"data.max_length {cfg.data.max_length // 2}": True,
+        "train.optimizer adamw_8bit": cfg.train.optimizer == "adamw",
+        "adapter.type lora": cfg.adapter.type == "none",
+        "quantization.bits 4": cfg.adapter.type != "none" and cfg.quantization.bits == "none",
+    }
+    changes = ", ".join(change for change, helps in smaller.items() if helps)
+    return f"Set one of {changes}; or launch on more GPUs than {world_size} with a strategy that shards."
