@@ -28,6 +28,23 @@ def test_flag_wins_over_file_and_file_over_default(tmp_path: Path):
     assert config.train.global_batch_size == 16
 
 
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_on_and_off_are_words_in_a_file_and_in_a_flag(tmp_path: Path, word: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train: {{plan_check: {word}}}")
+    assert parse(Config, ["--config", str(file), *REQUIRED]).train.plan_check == word
+    assert parse(Config, [*REQUIRED, "--train.plan_check", word]).train.plan_check == word
+
+
+def test_a_key_that_is_true_or_false_takes_the_words_for_it(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("checkpoint: {at_end: off}\neval: {exact_match: yes}")
+    config = parse(Config, ["--config", str(file), *REQUIRED, "--data.packing", "yes", "--data.streaming", "no"])
+    assert (config.checkpoint.at_end, config.eval.exact_match) == (False, True)
+    assert (config.data.packing, config.data.streaming) == (True, False)
+    assert parse(Config, [*REQUIRED, "--data.packing", "true"]).data.packing is True
+
+
 def test_every_problem_is_reported_at_once(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("train: {lerning_rate: 1, steps: many}\neval: 3\nsurprise: {a: 1}")

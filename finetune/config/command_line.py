@@ -127,7 +127,7 @@ def _type_name(annotation: Any) -> str:
 def _flag_value(text: str, field: FieldInfo) -> Any:
     """A flag's text as YAML, but as plain text where the key takes text and YAML would make a number of it."""
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError:
         return text
     taken = _plain_types(field.annotation)
@@ -148,7 +148,7 @@ def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
     if path is None:
         return {}, []
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicateKeys)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
     except yaml.MarkedYAMLError as error:
@@ -168,8 +168,13 @@ def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
     return f"{sentence}\n{mark.get_snippet(indent=2)}"
 
 
-class _NoDuplicateKeys(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; a configuration must not."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which `off` is a word, and equal keys are an error.
+
+    PyYAML follows YAML 1.1, where on, off, yes and no are booleans: ``plan_check: off`` would be false. As in YAML 1.2,
+    only true and false are; pydantic takes the words where a key is true or false. Of two equal keys PyYAML keeps the
+    last without a word.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -177,6 +182,12 @@ class _NoDuplicateKeys(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
