@@ -1,7 +1,7 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
 # make test   formatting, lint, types and tests, of which matrices are thinned out to every pair of their settings
-# make prove  every point of the matrices; writes the README's tables of strategies and of resumed runs anew
-# make tables write the README's table of what goes with what, and its plan, from the code
+# make prove  every point of the matrices; measures the manual's tables of strategies and of resumed runs anew
+# make tables write the tables of README.md and docs/, and the plan, from the code and from recorded measurements
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
 PYTHON ?= python3
@@ -29,12 +29,10 @@ test: $(VENV)/.test ops
 prove: $(VENV)/.test ops
 	python -m pytest -m "prove or not prove" --record-parity tests/test_parity.py tests/test_resume.py \
 	  tests/test_compatibility.py tests/test_adapters.py
-	python -m benchmarks.parity_table
-	python -m benchmarks.resume_table
+	python -m benchmarks.tables
 
 tables: $(VENV)/.test
-	python -m benchmarks.compatibility_table
-	python -m benchmarks.plan_example
+	python -m benchmarks.tables
 
 # DeepSpeed's C++ operations, built once and kept in the user's cache
 ops: $(VENV)/.test

@@ -1,14 +1,7 @@
-"""The README's table of what goes with what, written from the rules that the recipe refuses by.
-
-``python -m benchmarks.compatibility_table`` writes it into the README.
-"""
-
-from pathlib import Path
+"""The manual's tables of compatibility, written from the rules by which the recipe refuses a combination."""
 
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
 
-README = Path(__file__).parent.parent / "README.md"
-START, END = "<!-- compatibility table: written by `make tables` -->\n", "<!-- end of compatibility table -->"
 NAMES = {"none": "full", "lora": "LoRA", "dora": "DoRA"}
 
 
@@ -52,13 +45,3 @@ def _head(titles: list[str]) -> list[str]:
 
 def _row(strategy: str, marks: list[str]) -> str:
     return f"| `{strategy}` | {' | '.join(marks)} |"
-
-
-def with_table(readme: str, text: str) -> str:
-    """The README with this table in it."""
-    before, rest = readme.split(START)
-    return before + START + text + END + rest.split(END, 1)[1]
-
-
-if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8"), table()), encoding="utf-8")

@@ -1,12 +1,10 @@
-"""Writes the README's table of strategies from what `make prove` measured (benchmarks/results/parity.json)."""
+"""The manual's table of strategies, from what `make prove` measured (benchmarks/results/parity.json)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "parity.json"
-START, END = "<!-- parity table: written by `make prove` -->", "<!-- end of parity table -->"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -29,18 +27,3 @@ def table(results: dict[str, Any]) -> str:
     hardware = results["environment"]["hardware"]
     where = ", ".join(hardware["gpus"]) or f"{hardware['cpus']} CPU cores, no GPU"
     return "\n".join([*lines, "", f"Measured on {where}; {versions}."])
-
-
-def with_table(readme: str, text: str) -> str:
-    """The README with the table between its two markers replaced."""
-    before, rest = readme.split(START)
-    return f"{before}{START}\n{text}\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(), table(json.loads(RESULTS.read_text()))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""The README's example of an answer, as `finetune plan` prints it, and what the run that it recommends says of itself.
-
-``python -m benchmarks.plan_example`` writes it into the README.
-"""
+"""The manual's example of an answer, as `finetune plan` prints it, and the lines of the run that it recommends."""
 
 import json
 import os
@@ -14,8 +11,6 @@ from finetune.hardware.cards import parse_gpus
 from finetune.planner import Setting, plan_run
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-START, END = "<!-- plan example: written by `make tables` -->\n", "<!-- end of plan example -->"
 LLAMA_3_1_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -51,9 +46,9 @@ def example() -> str:
             check=True,
         )
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    answer = ["```", f"$ finetune {' '.join(ARGUMENTS)}", "", *lines, "```"]
-    said = ["```", *lines_of_the_run(), "```"]
-    return "\n".join([*answer, "", "The run says the same of itself at its start:", "", *said, ""])
+    answer = ["```console", f"$ finetune {' '.join(ARGUMENTS)}", "", *lines, "```"]
+    said = ["```text", *lines_of_the_run(), "```"]
+    return "\n".join([*answer, "", "The run prints the same at its start:", "", *said, ""])
 
 
 def lines_of_the_run() -> list[str]:
@@ -69,13 +64,3 @@ def lines_of_the_run() -> list[str]:
         activation_checkpointing=None,
     )
     return planned.describe()
-
-
-def with_example(readme: str, text: str) -> str:
-    """The README with this example in it."""
-    before, rest = readme.split(START)
-    return before + START + text + END + rest.split(END, 1)[1]
-
-
-if __name__ == "__main__":
-    README.write_text(with_example(README.read_text(encoding="utf-8"), example()), encoding="utf-8")

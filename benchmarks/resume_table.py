@@ -1,12 +1,10 @@
-"""Writes the README's table of resumed runs from what `make prove` measured (benchmarks/results/resume.json)."""
+"""The manual's table of resumed runs, from what `make prove` measured (benchmarks/results/resume.json)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "resume.json"
-START, END = "<!-- resume table: written by `make prove` -->", "<!-- end of resume table -->"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -26,14 +24,3 @@ def table(results: dict[str, Any]) -> str:
     where = ", ".join(hardware["gpus"]) or f"{hardware['cpus']} CPU cores, no GPU"
     lines += ["", f"Largest difference with adapters, over {len(others)} pairs: {told}. On {where}; {versions}."]
     return "\n".join(lines)
-
-
-def main() -> None:
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(START)
-    after = rest.split(END)[1]
-    readme.write_text(f"{before}{START}\n{table(json.loads(RESULTS.read_text()))}\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ from covering import covered
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
-from benchmarks.compatibility_table import table, with_table
 from finetune.config import sections
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
 from finetune.distributed.launch_environment import launch_environment
@@ -139,8 +138,3 @@ def advised(cell: Cell) -> list[Cell]:
     others += [cell._replace(strategy=name) for pair in names for name in pair if name]
     assert others, "no advice"
     return others
-
-
-def test_readme_shows_the_table_of_the_code():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    assert with_table(readme, table()) == readme

@@ -2,7 +2,7 @@
 
 A cell is (strategy, bits of the frozen weights, adapter, optimizer). It trains with the losses of one process, or is
 refused by the first rule that applies, whose sentence names the nearest thing that works.
-``tests/test_compatibility.py`` walks every cell; the README's table is written from it.
+``tests/test_compatibility.py`` walks every cell; the tables of docs/compatibility.md are written from it.
 """
 
 from collections.abc import Callable
