@@ -150,11 +150,6 @@ def test_paths_are_found_to_check():
     assert sum(len(list(named_paths(document))) for document in DOCUMENTS) > 30
 
 
-def test_documents_name_no_machine_and_no_registry():
-    hosts = re.compile(r"/root/|/work/|/home/\w|pypi\.org|files\.pythonhosted")
-    assert [document for document in DOCUMENTS if hosts.search(text_of(document))] == []
-
-
 def test_layout_names_every_room():
     layout = README.split("## Layout")[1]
     assert re.findall(r"(\w+)/", layout.split("from those above it in this list")[1].split("benchmarks/")[0]) == ROOMS
@@ -437,12 +432,11 @@ def test_stated_bytes_per_weight_are_those_of_the_planner(optimizer: str, weight
     width, elements = 4 if weights == "fp32_master" else 2, 4096 * 4096
     state = sum(state_tensors(optimizer, weights, Trained(elements, rows=4096, width=width)))
     assert round(2 * width + state / elements, 1) == stated
-    [row] = re.findall(
-        r"^\| full fine-tuning .*|^\| the same in bf16 .*|^\| 8-bit optimizer state .*",
-        text_of("docs/memory.md"),
-        flags=re.MULTILINE,
-    )[{16: 0, 8: 1, 10: 2, 6: 2}[stated] :][:1]
-    assert re.search(rf"\b{stated}\b", row)
+    row = {16: "full fine-tuning", 8: "the same in bf16", 10: "8-bit optimizer state", 6: "8-bit optimizer state"}[
+        stated
+    ]
+    [bytes_per_weight] = re.findall(rf"^\| {row} \|.*?\|(.*?)\|", text_of("docs/memory.md"), flags=re.MULTILINE)
+    assert re.search(rf"\b{stated}\b", bytes_per_weight)
 
 
 def test_figures_of_the_demo_are_of_its_data_and_in_the_words_of_its_output():

@@ -175,7 +175,7 @@ def test_strategies_are_named_in_one_place_only():
 
 def test_tests_and_notebooks_name_no_machine_and_no_registry():
     hosts = re.compile(r"/root/|/work/|/home/\w|pypi\.org|files\.pythonhosted")
-    folders = ("accelerate_configs", "benchmarks", "finetune", "notebooks", "recipes", "tests")
+    folders = ("accelerate_configs", "benchmarks", "docs", "finetune", "notebooks", "recipes", "tests")
     files = [p for folder in folders for p in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     files = [p for p in files if p.suffix in {".py", ".md", ".yaml", ".cfg", ".toml", ".ipynb", ".json", ".txt"}]
     assert len(files) > 40
