@@ -134,13 +134,13 @@ def _import_everything() -> None:
     import torch.distributed.tensor
     import transformers.models.llama.modeling_llama
 
-    from finetune.distributed import launch, prepare_import
+    from finetune.distributed import launch_environment, prepare_import
     from recipes import sft
 
     prepare_import()
     import deepspeed
 
-    assert all((bitsandbytes, deepspeed, launch, sft, transformers, torch.distributed))
+    assert all((bitsandbytes, deepspeed, launch_environment, sft, transformers, torch.distributed))
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     torch.set_num_threads(1)
 

@@ -512,7 +512,7 @@ class TestVerb:
         ("model", "keys", "sentence"),
         [
             ({"vocab_size": 100}, {}, "the model knows 100 tokens only"),
-            ({"max_position_embeddings": 8}, {}, "the model knows 8 positions; set data.max_length to 8"),
+            ({"max_position_embeddings": 8}, {}, "the model has 8 positions; set data.max_length to 8"),
             (
                 {"max_position_embeddings": 512},
                 {"data__streaming": True, "data__max_length": 600, "train__steps": 1},

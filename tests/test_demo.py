@@ -51,7 +51,7 @@ def test_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_o
     assert f"exact match on 36 held-out rows: 0 before, {after} after training" in result.stdout
     assert result.stdout.count("├") == 3  # four answers in the table
     assert result.stdout.count("(expected:") == 4 - round(4 * matches["after"])  # as often wrong as all are
-    assert f"The adapter lies in {tmp_path / 'demo' / 'final'}" in result.stdout
+    assert f"The adapter is in {tmp_path / 'demo' / 'final'}" in result.stdout
     assert all(len(line) <= 100 for line in result.stdout.splitlines() if "lies in" not in line)
 
 
@@ -64,7 +64,7 @@ def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_pat
     record = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert record["eval_loss"]["after"] < 0.3 * record["eval_loss"]["before"]
     assert record["strategy"]["sharding"]["constants_bytes"] > 0  # it was quantised
-    assert "The adapter lies in" in result.stdout
+    assert "The adapter is in" in result.stdout
     assert "arning" not in result.stdout + result.stderr
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").stat().st_size < 40 * 2**20
 

@@ -22,12 +22,11 @@ from test_plan_shape import FAMILIES, PUBLISHED
 
 from benchmarks import checkpoint_speed, data_preparation, kills, parity_table, pictures, resume_table, trl_reference
 from benchmarks.tables import PARTS, recorded, with_part
-from finetune.cli import commands, data_verb
+from finetune.cli import commands
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
 from finetune.data import formats
-from finetune.planner import asked
 from finetune.planner.optimizer_state import Trained, state_tensors
 from recipes.sft import Config
 
@@ -152,7 +151,7 @@ def test_paths_are_found_to_check():
 
 def test_layout_names_every_room():
     layout = README.split("## Layout")[1]
-    assert re.findall(r"(\w+)/", layout.split("from those above it in this list")[1].split("benchmarks/")[0]) == ROOMS
+    assert re.findall(r"(\w+)/", layout.split("from those above it in this list")[1].split("benchmarks/")[0]) == list(ROOMS)
 
 
 # Commands and keys
@@ -206,9 +205,9 @@ def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     assert commands.main(arguments) == 0
     [options] = taken
     if options.verb == "data":
-        parse(data_verb.Sections, options.others)
+        parse(sections.Run, options.others)
     if options.verb == "plan" and options.others:
-        parse(asked.Sections, options.others)
+        parse(sections.Run, options.others)
 
 
 def check_module(arguments: list[str]) -> None:

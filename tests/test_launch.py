@@ -81,7 +81,7 @@ def test_launch_trains_prints_once_and_ends_well(strategy: str, processes: int, 
     assert result.stdout.count(f"{strategy} on {count}, computing in fp32: a rehearsal on CPU") == 1
     assert result.stdout.count("step 4/4") == 1
     assert result.stdout.count("held-out loss before training") == 1
-    assert f"The fine-tuned model lies in {output / 'final'}" in result.stdout
+    assert f"The fine-tuned model is in {output / 'final'}" in result.stdout
     assert "Traceback" not in result.stderr
     assert max(len(line) for line in result.stdout.splitlines() if "┃" in line or "│" in line) <= 80
     left = {".lock", "checkpoints", "final", "metrics.jsonl", "run.yaml"}

@@ -5,8 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config import sections
-from finetune.data import dataset, streaming
-from finetune.data.batches import Batches
+from finetune.data import batches, dataset, streaming
 from finetune.data.encoding_workers import Settings
 from finetune.data.rows import Rows
 from finetune.errors import refuse_if_any
@@ -66,7 +65,7 @@ def batches_of(
     tokenizer: PreTrainedTokenizerBase,
     spec: ModelSpec,
     rows: Rows | None,
-) -> Batches | streaming.Stream:
+) -> batches.Batches | streaming.Stream:
     """Which rows are trained in which optimizer step: a function of (seed, epoch, step).
 
     Args:
@@ -79,7 +78,7 @@ def batches_of(
         "seed": train.seed,
     }
     if rows is not None:
-        return Batches(rows, max_length=data.max_length, steps=train.steps, epochs=train.epochs, **form)
+        return batches.Batches(rows, max_length=data.max_length, steps=train.steps, epochs=train.epochs, **form)
     assert train.steps is not None  # refused before
     return streaming.Stream(
         dataset.named_sources(data.train),

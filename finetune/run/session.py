@@ -67,20 +67,20 @@ class Session:
         held_out: Rows | None,
         loss_sum: LossSum,
         *,
-        collate: Callable[..., Any] = collation.collate,
+        collate: Callable[..., Any] | None = None,
     ) -> None:
         """Writes nothing, and joins no other process.
 
         Args:
             loss_sum: what is learnt; also held out, and in the memory check.
-            collate: makes a micro-batch of the documents of each of its rows, on a device.
+            collate: makes a micro-batch of the documents of each of its rows, on a device; None for collation.collate.
 
         Raises:
             InputError: if eval asks for answers that no held-out row has.
         """
         self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
         self.batches, self.held_out, self.loss_sum = batches, held_out, loss_sum
-        self.collate = partial(collate, packed=cfg.data.packing)
+        self.collate = partial(collate or collation.collate, packed=cfg.data.packing)
         self.folder = Path(cfg.train.output_dir)
         self.asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
         self.progress = Progress()

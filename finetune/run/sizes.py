@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from finetune import distributed
+from finetune import distributed, planner
 from finetune.config import sections
 from finetune.config.refusals import planner_problems
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, refuse_if_any
 from finetune.models.spec import ModelSpec
-from finetune.planner import REPLICAS, RunPlan, Setting, plan_run
+from finetune.planner import REPLICAS, RunPlan, Setting
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batc
         "micro_batch_size": None if train.micro_batch_size == "auto" else train.micro_batch_size,
         "activation_checkpointing": None if train.activation_checkpointing == "auto" else train.recomputes,
     }
-    return plan_run(
+    return planner.plan_run(
         spec.config.to_dict(),
         Setting(
             strategy=launch.name,
