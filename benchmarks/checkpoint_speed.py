@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.measuring import Memory, gathered
 from finetune.errors import InputError, refuse_if_any
 from finetune.output import run_files
 
@@ -55,43 +55,18 @@ SLOWER = 1.0
 """How many times as long as Accelerate's ours may take."""
 BESIDE = 256 * 2**20
 """Bytes of memory that a process may take beside its share of the state."""
-SAMPLED_EVERY = 0.02
 PATIENCE = 1800.0
 
 
-class Memory:
-    """What this process takes more than at the start, at its most, between ``with`` and its end."""
+def prepared_run(model_folder: Path, folder: Path, *, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Accelerator, strategy, and a prepared model with its optimizer, whose state is made.
 
-    def __enter__(self) -> "Memory":
-        self.process = psutil.Process()
-        self.before, self.most = self._now(), (0, 0)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(SAMPLED_EVERY):
-            now = self._now()
-            self.most = (max(self.most[0], now[0] - self.before[0]), max(self.most[1], now[1] - self.before[1]))
-
-    def _now(self) -> tuple[int, int]:
-        info = self.process.memory_info()
-        return info.rss, info.rss - info.shared
-
-    def measured(self) -> dict[str, int]:
-        return {"resident_bytes": self.most[0], "anonymous_bytes": self.most[1]}
-
-
-def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, Any]:
-    """What one process of a measurement does: two saves, or a restore."""
+    Args:
+        seed: of the random weights.
+    """
     import torch
 
-    from finetune import checkpoint, distributed
+    from finetune import distributed
     from finetune.models import loading
     from finetune.optim import optimizer
 
@@ -115,7 +90,7 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
             trust_remote_code=False,
             attention="auto",
             dtype=torch.float32,
-            seed=len(what),  # other weights for a restore than were saved
+            seed=seed,
             bits=None,
             device=accelerator.device,
             random_weights=True,
@@ -131,6 +106,17 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
     )
     prepared, stepped = distributed.prepare(accelerator, strategy, bare, bare_optimizer, weights="fp32_master")
     distributed.make_optimizer_state(prepared, stepped)
+    return accelerator, strategy, prepared, stepped
+
+
+def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, Any]:
+    """What one process of a measurement does: two saves, or a restore."""
+    import torch
+
+    from finetune import checkpoint, distributed
+
+    # a restore begins with other weights than were saved
+    accelerator, strategy, prepared, stepped = prepared_run(model_folder, folder, seed=len(what))
     pieces = partial(distributed.pieces, strategy, prepared, stepped)
     if what == "save":
         values = torch.empty(0)
@@ -142,7 +128,7 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
         rank=strategy.rank,
         world_size=strategy.world_size,
         keep=1,
-        gather=partial(_gathered, strategy.world_size),
+        gather=partial(gathered, strategy.world_size),
         expected_bytes=0,
     )
 
@@ -191,15 +177,6 @@ def work(name: str, what: str, model_folder: Path, folder: Path) -> dict[str, An
     sums = [float(piece.values.sum(dtype=torch.float64)) for piece in pieces()]
     distributed.finish(accelerator, strategy, folder)
     return {"runs": runs, "own_bytes": written, "sums": sums, "processes": strategy.world_size}
-
-
-def _gathered(world_size: int, value: str | None) -> list[str | None]:
-    import torch.distributed as dist
-
-    values: list[str | None] = [value] * world_size
-    if world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _forget_files(folder: Path) -> None:

@@ -22,26 +22,20 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import random
-import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.made_up_rows import SEED, made_up_conversations, repeated, write_rows
+from benchmarks.measuring import Stopwatch, growth, measured_in, median, peak_memory
 from finetune.errors import InputError, refuse_if_any
-from finetune.output import run_files
 
 RESULTS = Path(__file__).parent / "results" / "data_preparation.json"
-SEED = 0
-SAMPLED_EVERY = 0.25  # seconds: to look at all processes costs milliseconds
 FASTER = 2.0
 """How many times as fast as TRL on one process ours must be; two of its processes are shown beside, without a bound."""
 BYTES_PER_ROW = 64
@@ -56,80 +50,6 @@ NAMES = {
     "trl_masked": "TRL, assistant only",
 }
 FIRST, SECOND = "cold cache", "second start"
-
-_SYLLABLES = [first + vowel for first in (*"bdfghklmnprstvwz", "ch", "st", "tr") for vowel in "aeiou"]
-_NUMBER = re.compile(r"\d+")
-_NAME = re.compile(r"\b[A-Z][a-z]{2,}\b")
-
-Conversation = list[dict[str, str]]
-
-
-def made_up_conversations(count: int, *, words_question: int, words_answer: int) -> Iterator[Conversation]:
-    """Questions and answers of made-up words, frequent and rare as those of a language, with numbers in between."""
-    draw = random.Random(SEED)
-    words = ["".join(draw.choices(_SYLLABLES, k=draw.choice((1, 2, 2, 3)))) for _ in range(5000)]
-    weights = list(accumulate(1 / rank for rank in range(1, len(words) + 1)))
-
-    def text(mean_words: int) -> str:
-        chosen = draw.choices(words, cum_weights=weights, k=max(2, round(draw.gauss(mean_words, mean_words / 3))))
-        chosen[::5] = [str(draw.randrange(1000)) for _ in chosen[::5]]
-        return " ".join(chosen) + "."
-
-    for _ in range(count):
-        question = f"{made_up_name(draw)} {text(words_question)}"
-        yield [{"role": "user", "content": question}, {"role": "assistant", "content": text(words_answer)}]
-
-
-def made_up_name(draw: random.Random) -> str:
-    return "".join(draw.choices(_SYLLABLES, k=4)).capitalize()
-
-
-def repeated(conversations: list[Conversation], count: int) -> Iterator[Conversation]:
-    """Real conversations over and over, each with numbers of its own and a name that no other has.
-
-    A tokenizer remembers the words that it has seen: without new ones, repetitions would be faster than rows.
-    """
-    draw = random.Random(SEED)
-    for i in range(count):
-        times, place = divmod(i, len(conversations))
-        found = _NAME.search(" ".join(message["content"] for message in conversations[place]))
-        name = made_up_name(draw)
-        yield [
-            {**message, "content": varied(message["content"], old=found and found[0], new=name, add=times)}
-            for message in conversations[place]
-        ]
-
-
-def varied(text: str, *, old: str | None, new: str, add: int) -> str:
-    """The text with another name in place of one, and larger numbers."""
-    text = text.replace(old, new) if old else text
-    return _NUMBER.sub(lambda number: str(int(number[0]) + add), text)
-
-
-def write_rows(file: Path, conversations: Iterator[Conversation]) -> None:
-    with file.open("w", encoding="utf-8") as lines:
-        for messages in conversations:
-            lines.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-
-
-class Stopwatch:
-    """Seconds that passed and seconds that cores worked, from the start on and without what lies between two laps."""
-
-    def __init__(self) -> None:
-        self.measured = {"seconds": 0.0, "core_seconds": 0.0}
-        self.start()
-
-    def start(self) -> None:
-        self._started = self._now()
-
-    def stop(self) -> None:
-        laps = zip(self.measured, self._now(), self._started)
-        self.measured = {name: self.measured[name] + now - started for name, now, started in laps}
-
-    def _now(self) -> tuple[float, float]:
-        """Of this process, its threads and the children that have ended."""
-        times = os.times()
-        return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
 
 
 def prepare_ours(file: str, tokenizer_folder: str, max_length: int) -> dict[str, Any]:
@@ -234,31 +154,6 @@ def in_own_process(name: str, file: Path, tokenizer_folder: str, max_length: int
     return measured | {"wall_seconds": wall, "load_before": load} | mib
 
 
-def peak_memory(process: psutil.Popen) -> tuple[int, int]:
-    """Most bytes that a process and those it started held together until it ended: resident, and anonymous."""
-    resident, anonymous = 0, 0
-    while process.poll() is None:
-        infos = [info for info in map(memory_of, [process, *children(process)]) if info]
-        resident = max(resident, sum(info.rss for info in infos))
-        anonymous = max(anonymous, sum(info.rss - info.shared for info in infos))
-        time.sleep(SAMPLED_EVERY)
-    return resident, anonymous
-
-
-def children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:  # it ended meanwhile
-        return []
-
-
-def memory_of(process: psutil.Process) -> Any:
-    try:
-        return process.memory_info()
-    except psutil.NoSuchProcess:  # it ended meanwhile
-        return None
-
-
 def compared(
     names: list[str], file: Path, tokenizer_folder: str, max_length: int, repeat: int, folder: Path
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -343,18 +238,6 @@ def measure_memory(tokenizer_folder: str, *, rows: list[int], max_length: int) -
     }
 
 
-def measured_in() -> dict[str, Any]:
-    """Versions, cores, and how busy these are with other work (its averages over 1, 5 and 15 minutes)."""
-    environment = run_files.environment()
-    versions = environment["packages"] | {name: importlib.metadata.version(name) for name in ("trl", "datasets")}
-    return {
-        "python": environment["python"],
-        "packages": {name: versions[name] for name in ("transformers", "tokenizers", "trl", "datasets", "numpy")},
-        "hardware": {"cpus": len(os.sched_getaffinity(0))},
-        "load_average": os.getloadavg(),
-    }
-
-
 def room_problems(folder: Path, needed: int) -> list[str]:
     """A sentence if the disk has fewer bytes free than needed."""
     free = shutil.disk_usage(folder).free
@@ -405,16 +288,6 @@ def summary(states: dict[str, list[dict[str, Any]]], ours: dict[str, list[dict[s
         "resident_mib": median(states[FIRST], "resident_mib"),
         "anonymous_mib": median(states[FIRST], "anonymous_mib"),
     }
-
-
-def median(runs: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
-
-
-def growth(runs: list[dict[str, Any]]) -> float:
-    """Bytes of anonymous memory for each row more, from the fewest rows to the most."""
-    fewest, most = min(runs, key=lambda run: run["rows"]), max(runs, key=lambda run: run["rows"])
-    return (most["anonymous_mib"] - fewest["anonymous_mib"]) * 2**20 / (most["rows"] - fewest["rows"])
 
 
 def speed_table(speed: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import data_preparation as benchmark
+from benchmarks import made_up_rows
 
 OURS, THEIRS = benchmark.NAMES["ours"], benchmark.NAMES["trl"]
 ASKED = [
@@ -27,7 +28,7 @@ def speed(ours: float, theirs: float, *, their_tokens: int = 7) -> dict[str, Any
 
 
 def test_no_repetition_of_a_conversation_equals_another_and_its_name_is_changed_in_all_messages():
-    rows = list(benchmark.repeated([ASKED], 200))
+    rows = list(made_up_rows.repeated([ASKED], 200))
     assert len({row[0]["content"] for row in rows}) == len(rows) == 200
     for times, (question, answer) in enumerate(rows):
         name = question["content"].split()[0]
@@ -36,8 +37,8 @@ def test_no_repetition_of_a_conversation_equals_another_and_its_name_is_changed_
 
 
 def test_made_up_conversations_are_the_same_each_time_and_of_the_length_asked_for():
-    rows = list(benchmark.made_up_conversations(500, words_question=35, words_answer=45))
-    assert rows == list(benchmark.made_up_conversations(500, words_question=35, words_answer=45))
+    rows = list(made_up_rows.made_up_conversations(500, words_question=35, words_answer=45))
+    assert rows == list(made_up_rows.made_up_conversations(500, words_question=35, words_answer=45))
     words = [len(message["content"].split()) for row in rows for message in row]
     assert sum(words[::2]) / 500 == pytest.approx(36, abs=2)  # and a name
     assert sum(words[1::2]) / 500 == pytest.approx(45, abs=2)

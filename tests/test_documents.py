@@ -151,7 +151,9 @@ def test_paths_are_found_to_check():
 
 def test_layout_names_every_room():
     layout = README.split("## Layout")[1]
-    assert re.findall(r"(\w+)/", layout.split("from those above it in this list")[1].split("benchmarks/")[0]) == list(ROOMS)
+    assert re.findall(r"(\w+)/", layout.split("from those above it in this list")[1].split("benchmarks/")[0]) == list(
+        ROOMS
+    )
 
 
 # Commands and keys

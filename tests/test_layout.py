@@ -140,6 +140,14 @@ def test_files_and_functions_are_short_enough_to_be_read():
                 assert node.end_lineno - node.lineno < LONGEST_FUNCTION, f"{path}: {node.name}"
 
 
+def test_a_recipe_is_read_at_one_sitting():
+    for path in RECIPES:
+        assert len(path.read_text().splitlines()) <= 110
+        (main,) = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "main"]
+        assert main.end_lineno is not None
+        assert main.end_lineno - main.lineno < 80
+
+
 PURE = [path for path in LIBRARY if room_of(path) <= 1 + ROOMS.index("hardware")]
 
 
