@@ -84,7 +84,7 @@ def imports(path: Path) -> set[str]:
 
 
 ROOMS = (
-    *("config", "hardware", "data", "models", "optim", "distributed", "training"),
+    *("compat", "config", "hardware", "data", "models", "optim", "distributed", "training"),
     *("output", "checkpoint", "trace", "planner", "run", "export", "cli"),
 )
 """From the lowest: a room imports from those before it. Below them all are the modules outside of any room."""
@@ -148,12 +148,73 @@ def test_a_recipe_is_read_at_one_sitting():
         assert main.end_lineno - main.lineno < 80
 
 
-PURE = [path for path in LIBRARY if room_of(path) <= 1 + ROOMS.index("hardware")]
+COMPAT = sorted((ROOT / "finetune" / "compat").glob("*.py"))
+PURE = [p for p in LIBRARY if room_of(p) <= 1 + ROOMS.index("hardware") and p not in COMPAT]
 
 
 @pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
 def test_lowest_rooms_import_no_torch_and_no_transformers(path: Path):
     assert not {"torch", "accelerate", "transformers", "deepspeed"} & {name.split(".")[0] for name in imports(path)}
+    assert not any(name.startswith("finetune.compat") for name in imports(path))
+
+
+OWN_PACKAGES = {"finetune", "recipes"}
+DOCUMENTED = {"_asdict", "_exit", "_replace"}
+"""Names with an underscore that Python documents: of named tuples, and ``os._exit``."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(path: Path) -> set[str]:
+    """Private names that a file defines: functions, classes, variables, attributes of ``self``."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def foreign_private_names(path: Path, own: set[str]) -> list[str]:
+    """Private names of other libraries in a file: imported, as an attribute, or named to ``getattr`` and the like."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name for name in names if any(map(is_private, name.split(".")))]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | DOCUMENTED:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            constants = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            found += [name for name in constants if is_private(name) and name not in own]
+    return [name for name in found if name.split(".")[0] not in OWN_PACKAGES]
+
+
+def test_private_names_of_other_libraries_are_used_in_compat_only():
+    others = [path for path in [*LIBRARY, *RECIPES] if path not in COMPAT]
+    own = set().union(*map(own_names, others))
+    assert {path: names for path in others if (names := foreign_private_names(path, own))} == {}
+    used = {path.stem for path in COMPAT if foreign_private_names(path, own_names(path))}
+    assert used >= {"torch_private", "fake_tensors", "transformers_private", "accelerate_private", "deepspeed_private"}
+
+
+def test_compat_says_of_each_library_in_which_version_it_was_read():
+    modules = [path for path in COMPAT if path.stem != "__init__"]
+    assert len(modules) >= 6
+    for path in modules:
+        tree = ast.parse(path.read_text())
+        assert re.search(r"Read in\s+\d", ast.get_docstring(tree) or ""), path
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not is_private(node.name)]
+        assert not any(name.startswith("finetune") for name in imports(path)), path
+        for function in functions:
+            assert ast.get_docstring(function), f"{path}: {function.name}"
 
 
 STRATEGY_NAMES = re.compile(r"\b(ddp|fsdp\d?|hsdp|deepspeed|zero[123]|DistributedDataParallel)", re.IGNORECASE)
@@ -170,15 +231,15 @@ def code_tokens(path: Path) -> list[str]:
 
 
 def test_strategies_are_named_in_one_place_only():
-    own = ROOT / "finetune" / "distributed"
+    own = [ROOT / "finetune" / name for name in ("distributed", "compat")]
     tables = [ROOT / "finetune" / name for name in ("config/compatibility.py", "trace/placement.py")]  # what each does
-    others = [path for path in [*LIBRARY, *RECIPES] if own not in path.parents and path not in tables]
+    others = [path for path in [*LIBRARY, *RECIPES] if not {*own, *tables} & {path, *path.parents}]
     assert len(others) >= 12
-    allowed = {"deepspeed"}  # the package's version in run.yaml
+    allowed = {"deepspeed", "deepspeed_private"}  # the package's version in run.yaml; what a trace changes in it
     for path in others:
         named = [text for text in code_tokens(path) if STRATEGY_NAMES.search(text) and text not in allowed]
         assert named == [], f"{path} names a strategy"
-    assert any(STRATEGY_NAMES.search(text) for path in own.rglob("*.py") for text in code_tokens(path))
+    assert any(STRATEGY_NAMES.search(text) for path in own[0].rglob("*.py") for text in code_tokens(path))
 
 
 def test_tests_and_notebooks_name_no_machine_and_no_registry():

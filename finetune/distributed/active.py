@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune.compat.torch_private import offload_policies
 from finetune.distributed.sharding import engine_of, sharding_of
 from finetune.distributed.strategy import Strategy
 from finetune.hardware.cards import peak_flops
@@ -41,8 +42,7 @@ def active_name(model: torch.nn.Module) -> str:
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         if len(meshes) < len(list(model.parameters())):
             return "fsdp2 with unsharded parameters"
-        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-        offloads = all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups if g is not None)
+        offloads = all(isinstance(policy, CPUOffloadPolicy) for policy in offload_policies(model))
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
     if engine := engine_of(model):
         devices = {target.device for target in (engine.zero_offload_optimizer(), engine.zero_offload_param()) if target}

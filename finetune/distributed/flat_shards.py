@@ -5,7 +5,7 @@ rows of its first dimension (FSDP2), or a part of a flat partition that several 
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch.distributed.tensor import DTensor, Shard
 
+from finetune.compat.deepspeed_private import flat_mapping, in_memory
 from finetune.distributed.sharding import engine_of
 from finetune.distributed.strategy import Strategy
 
@@ -85,13 +86,14 @@ def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
 def _of_common_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any) -> Iterator[FlatShard]:
     """ZeRO-1 and ZeRO-2: parameters lie end to end in a flat tensor for each group, of which each process has a part.
 
-    DeepSpeed notes where in ``_hp_mapping``.
+    DeepSpeed notes where.
     """
     for name, parameter in trained_parameters(model):
-        if parameter._hp_mapping is None:
+        mapping = flat_mapping(parameter)
+        if mapping is None:
             continue
-        place, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-        (holder,) = zero.optimizer.param_groups[parameter._hp_mapping.param_group_index]["params"]
+        place, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        (holder,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
         offset = (strategy.rank * holder.numel() + there.start - place.start) % holder.numel()
         keeps = _keeps_blocks(offset, holder.numel() - offset, parameter.numel())
         yield FlatShard(name, tuple(parameter.shape), place.start, place.numel, holder, there.start, keeps)
@@ -110,19 +112,6 @@ def _of_own_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any, va
                 if own_group == group and count > 0:
                     keeps = _keeps_blocks(offset, part, parameter.ds_numel)
                     yield FlatShard(name, tuple(parameter.ds_shape), begin, count, holder, offset, keeps)
-
-
-@contextmanager
-def in_memory(zero: Any, group: int) -> Iterator[torch.Tensor]:
-    """A flat partition of ZeRO-3 and its state: read from disk if it lies there, and written back at the end."""
-    swapped = zero._swappable_optimizer_subgroup(group)
-    if swapped:
-        zero._optimizer_states_and_gradient_swap_in(group)
-    try:
-        yield zero.fp32_partitioned_groups_flat[group]
-    finally:
-        if swapped:
-            zero._optimizer_states_and_gradient_swap_out(group)
 
 
 def _keeps_blocks(offset: int, first_cut: int, elements: int) -> bool:

@@ -14,6 +14,7 @@ import torch
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils import launch as accelerate_environment
 
+from finetune.compat.accelerate_private import launch_defaults
 from finetune.errors import InputError
 
 
@@ -29,7 +30,7 @@ def launch_environment(
     if mixed_precision is not None:
         flags += ["--mixed_precision", mixed_precision]
     args = accelerate_launch.launch_command_parser().parse_args([*flags, "recipe.py"])
-    args, defaults, from_file = accelerate_launch._validate_launch_command(args)
+    args, defaults, from_file = launch_defaults(args)
     if args.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.compat.torch_private import GROWTH_TRACKER
 from finetune.distributed.sharding import engine_of
 
 
@@ -20,7 +21,7 @@ def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, fl
     if accelerator.scaler is None:
         return None
     state = accelerator.scaler.state_dict()
-    return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
+    return {"scale": state["scale"], "good_steps": state[GROWTH_TRACKER]}
 
 
 def restore_loss_scale(accelerator: Accelerator, model: torch.nn.Module, state: dict[str, float] | None) -> None:
@@ -36,7 +37,7 @@ def restore_loss_scale(accelerator: Accelerator, model: torch.nn.Module, state: 
     elif accelerator.scaler is not None:
         own = accelerator.scaler.state_dict()
         good_steps = min(int(state["good_steps"]), own["growth_interval"] - 1)
-        accelerator.scaler.load_state_dict(own | {"scale": state["scale"], "_growth_tracker": good_steps})
+        accelerator.scaler.load_state_dict(own | {"scale": state["scale"], GROWTH_TRACKER: good_steps})
 
 
 def _of_engine(model: torch.nn.Module) -> Any:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -23,6 +22,8 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from finetune.compat.accelerate_private import forget_state
+from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
 from finetune.distributed.strategy import Strategy, compute_dtype
@@ -230,17 +231,8 @@ def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -
     if dist.is_initialized():
         dist.destroy_process_group()
     if strategy.is_deepspeed:
-        _restore_linear()
+        restore_linear()
     _forget_earlier_runs()
-
-
-def _restore_linear() -> None:
-    """ZeRO-3 puts a function of its own in the place of ``torch.nn.functional.linear``, until it is reset by hand."""
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
-
-    torch.nn.functional.linear = getattr(
-        InsertPostInitMethodToModuleSubClasses, "linear_bk", torch.nn.functional.linear
-    )
 
 
 def _forget_earlier_runs() -> None:
@@ -248,8 +240,7 @@ def _forget_earlier_runs() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_state()
 
 
 def leave(code: int) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards, in_memory
+from finetune.compat.deepspeed_private import drop_gathered_weights, in_memory, step_partition, write_compute_weights
+from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
 from finetune.distributed.sharding import engine_of
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
@@ -101,7 +102,7 @@ def make_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimize
     if zero is not None and _has_own_partitions(model):
         for number in range(len(zero.fp32_partitioned_groups_flat)):
             with in_memory(zero, number) as holder:
-                _step_on_zeros(inner, [holder], partial(zero._optimizer_step, number))
+                _step_on_zeros(inner, [holder], partial(step_partition, zero, number))
     else:
         _step_on_zeros(inner, [p for group in inner.param_groups for p in group["params"]], inner.step)
     for group, rate in zip(inner.param_groups, rates):
@@ -194,10 +195,10 @@ def sync_compute_weights(model: torch.nn.Module) -> None:
     if not _has_own_partitions(model):
         zero.update_lp_params()
         return
-    zero._partition_all_parameters()
+    drop_gathered_weights(zero)
     for number in range(len(zero.fp32_partitioned_groups_flat)):
         with in_memory(zero, number):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            write_compute_weights(zero, number)
     if zero.persistent_parameters:  # small ones are kept gathered, for speed
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
     zero.invalidate_secondary_tensor()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from finetune.compat.torch_private import cpu_computes_bf16
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
@@ -96,7 +97,7 @@ def native_precision() -> str:
     """The 16-bit precision that this hardware computes natively: bf16, else fp16 on a GPU, else none (``no``)."""
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+    return "bf16" if cpu_computes_bf16() else "no"
 
 
 def launcher_of(strategy: Strategy) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from accelerate import Accelerator
 
+from finetune.compat.transformers_private import read_whole
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
 from finetune.units import GIB
@@ -49,14 +50,5 @@ def loading(accelerator: Accelerator, strategy: Strategy, *, whole: bool, by_eve
     if by_every_process and strategy.is_fsdp:
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # where transformers looks
-    if not whole:
+    with read_whole() if whole else contextlib.nullcontext():
         yield
-        return
-    from transformers.integrations import deepspeed
-
-    partitioned = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = partitioned

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from finetune.compat.transformers_private import forget_conversions
 from finetune.export.adapter_source import AdapterSource, inject, saved_names
 from finetune.models import adapter
 from finetune.models import loading as models
@@ -47,7 +48,7 @@ def load_merged(source: AdapterSource, *, dequantized: bool, dtype: torch.dtype)
         _dequantize(model)
         if not source.random_weights:
             model.hf_quantizer.remove_quantization_config(model)
-            model._weight_conversions = None  # how packed weights were read, which would be undone at saving
+            forget_conversions(model)
     tuner = _attach(model, source)
     for module in list(tuner.modules()):
         if isinstance(module, BaseTunerLayer):

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from finetune.compat.transformers_private import attention_of
 from finetune.errors import InputError
 
 PACKED = "packed"
@@ -180,7 +181,7 @@ def stock_attention(model: torch.nn.Module) -> Iterator[None]:
     Also for a model inside a wrapper (adapters, data parallel); a model under other attention stays as it is.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    if inner.config._attn_implementation != PACKED:
+    if attention_of(inner.config) != PACKED:
         yield
         return
     inner.set_attn_implementation("sdpa")

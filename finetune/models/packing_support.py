@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
 
+from finetune.compat.transformers_private import is_stateful, takes_flash_attention, takes_registered_attention
 from finetune.models.attention import FLASH, PACKED
 
 _ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
@@ -42,10 +43,11 @@ def problems(
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     settings = text.to_dict()
     found = []
-    if not (architecture._supports_attention_backend if attention == PACKED else architecture._supports_flash_attn):
+    takes = takes_registered_attention if attention == PACKED else takes_flash_attention
+    if not takes(architecture):
         found.append(f"{name} does not take attention {attention}; choose another model, {off}.")
     mixing = sorted(set(settings.get("layer_types") or []) - _ISOLATED_LAYERS)
-    if architecture._is_stateful or mixing:
+    if is_stateful(architecture) or mixing:
         kinds = f" ({', '.join(mixing)})" if mixing else ""
         found.append(f"{name} has layers{kinds} that mix packed documents; choose a model of attention layers, {off}.")
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not settings.get("is_decoder")

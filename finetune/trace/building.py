@@ -4,10 +4,9 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 
+from finetune.compat.fake_tensors import FakeTensor, without_modes
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import attention, quantization
@@ -87,7 +86,7 @@ def _quantise(model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
             packed, state = bnb.functional.quantize_4bit(
                 layer.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=dtype
             )
-            with _disable_current_modes():  # its weight, of a class of its own, is replaced
+            with without_modes():  # its weight, of a class of its own, is replaced
                 new = bnb.nn.Linear4bit(columns, rows, bias, compute_dtype=dtype, device="meta")
             weight: Any = torch.nn.Parameter(packed, requires_grad=False)
             weight.quant_state = new.quant_state = state
@@ -96,7 +95,7 @@ def _quantise(model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
             weight.__class__ = Params4bit
             new.quant_storage = dtype
         else:
-            with _disable_current_modes():
+            with without_modes():
                 new = bnb.nn.Linear8bitLt(columns, rows, bias, has_fp16_weights=False, threshold=0.0, device="meta")
             whole, scales, _ = bnb.functional.int8_vectorwise_quant(layer.weight.data.half())
             weight = torch.nn.Parameter(whole, requires_grad=False)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PreTrainedConfig
 
 from finetune import distributed
+from finetune.compat.fake_tensors import FakeStore, FakeTensorMode
+from finetune.compat.fake_tensors import without_modes as _disable_current_modes
 from finetune.config.compatibility import Cell, refusal
 from finetune.data.collation import document_bounds
 from finetune.distributed.launch_environment import launch_environment

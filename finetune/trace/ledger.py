@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from finetune.compat.fake_tensors import TorchDispatchMode, operation_name, storage_key, tree_leaves
 from finetune.trace.patches import storages_tell_their_size
 
 ALLOCATOR_ROUNDING = 512
@@ -94,7 +93,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back for the local tensors
         returned = func(*args, **(kwargs or {}))
-        name = func._schema.name
+        name = operation_name(func)
         copied = self.live.get(_key(args[0])) if name == "aten::_to_copy" else None
         for tensor in tree_leaves(returned):
             is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
@@ -111,7 +110,7 @@ class Ledger(TorchDispatchMode):
 
     def _meet(self, tensor: torch.Tensor, operation: str) -> Block:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, self._rounded(storage.nbytes())
+        key, size = storage_key(storage), self._rounded(storage.nbytes())
         known = self.live.get(key)
         if known is None:
             known = self.live[key] = self._take(Block(size, 0, operation, tuple(tensor.shape), tensor.dtype))
@@ -121,8 +120,9 @@ class Ledger(TorchDispatchMode):
         return known
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.live:
-            self._resize(storage._cdata, self._rounded(storage.nbytes())).travels = True
+        key = storage_key(storage)
+        if key in self.live:
+            self._resize(key, self._rounded(storage.nbytes())).travels = True
 
     def _resize(self, key: int, size: int) -> Block:
         old = self.live[key]
@@ -152,4 +152,4 @@ class Ledger(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())

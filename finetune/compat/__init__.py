@@ -1,0 +1,7 @@
+"""Private names of other libraries: every use of one is here, with the version it was read in and when it can go.
+
+``torch_private`` (what training needs of PyTorch), ``fake_tensors`` (what a trace on fake tensors needs of it, which
+registers a process group of its tests), ``transformers_private``, ``accelerate_private``, ``deepspeed_private``,
+``bitsandbytes_private``. A module is imported where its library is loaded anyway: nothing here is imported for
+``finetune --help``.
+"""

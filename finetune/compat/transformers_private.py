@@ -1,0 +1,64 @@
+"""Private names of transformers. Read in 5.17 to 5.23."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The attention that a model computes with. Goes when the configuration has it as a public attribute."""
+    return config._attn_implementation
+
+
+def takes_registered_attention(architecture: Any) -> bool:
+    """Whether a model class calls attention functions by their registered names. Goes with a public class attribute."""
+    return bool(architecture._supports_attention_backend)
+
+
+def takes_flash_attention(architecture: Any) -> bool:
+    """Whether a model class computes with flash attention. Goes with a public class attribute."""
+    return bool(architecture._supports_flash_attn)
+
+
+def is_stateful(architecture: Any) -> bool:
+    """Whether a model class carries a state along the row, as Mamba does. Goes with a public class attribute."""
+    return bool(architecture._is_stateful)
+
+
+def forget_conversions(model: Any) -> None:
+    """Save weights under the names and shapes they have now, not as they were packed in the files that were read.
+
+    Goes when ``remove_quantization_config`` does it.
+    """
+    model._weight_conversions = None
+
+
+@contextlib.contextmanager
+def read_whole() -> Iterator[None]:
+    """Within it, ``from_pretrained`` does not know of ZeRO-3, which partitions weights as they are read.
+
+    Goes when the configuration that ``unset_hf_deepspeed_config`` forgets can be read, to set it again.
+    """
+    from transformers.integrations import deepspeed
+
+    partitioned = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = partitioned
+
+
+def fake_tensor_changes() -> list[tuple[Any, str, Any]]:
+    """What transformers needs on fake tensors: the functions that read values to choose a mask choose none.
+
+    Goes when they ask whether a tensor is fake before they read it.
+    """
+    import transformers.masking_utils as masks
+
+    return [
+        (masks, "find_packed_sequence_indices", lambda position_ids: None),
+        (masks, "is_tracing", lambda tensor=None: False),
+    ]
