@@ -2,6 +2,10 @@
 
 ``OUTPUT_DIR/checkpoints/step-00000100`` is a checkpoint. A name that ends in ``.tmp`` is one in the making, or one that
 is being removed; the next checkpoint clears such names away. One run at a time works in a folder (``hold``).
+
+Example: step 200 with two kept. The run writes ``step-00000200.tmp``, renames it to ``step-00000200``, then renames
+``step-00000050`` to ``step-00000050.removed.tmp`` and removes that; 100 and 200 stay. Killed before the first rename it
+leaves ``step-00000200.tmp``, which the next run puts in place if it is complete.
 """
 
 import re

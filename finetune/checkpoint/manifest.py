@@ -3,6 +3,10 @@
 Every tensor is flat: its elements are counted from 0 in row-major order, and each stretch ``[file, begin, end]`` says
 in which file elements begin..end lie. So a checkpoint reads the same whatever strategy and number of processes wrote
 it. Nothing here opens a file of tensors.
+
+Example: a weight of shape (5, 3) that two processes wrote under FSDP2 has the stretches
+``["rank-00000-of-00002.safetensors", 0, 9]`` and ``["rank-00001-of-00002.safetensors", 9, 15]``. Under ZeRO-3 on two
+processes, process 0 needs elements 0 to 7 and reads only the first file; process 1 needs 8 to 14 and reads both.
 """
 
 import json

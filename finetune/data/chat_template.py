@@ -3,6 +3,10 @@
 They are found by rendering, with any chat template, and verified against the text; never guessed. Where the template
 marks them itself (``{% generation %}``), its marks are taken. Limit: a template that renders an answer otherwise than
 as it stands (but for white space around it) is refused, unless it marks what it makes of it.
+
+Example, ChatML: "a b" answered by "c d" renders to ``<|im_start|>user\\na b<|im_end|>\\n<|im_start|>assistant\\nc d
+<|im_end|>\\n`` (in one line). A second rendering with a mark in place of each content gives the three parts around
+them; laid against the text, they leave the turn "c d<|im_end|>", characters 53 to 66.
 """
 
 import re

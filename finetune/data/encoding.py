@@ -1,7 +1,11 @@
 """Examples to rows: tokens, and which of them are trained.
 
 The mask is kept by position, never by token id, so that a PAD token that equals the end of a turn cannot hide it.
-Each trained stretch is decoded again and held against the text that it stands for.
+Each trained stretch is decoded again and compared with the text that it stands for.
+
+Example: the turn of characters 53 to 66 from ``chat_template``. With a tokenizer that makes 19 tokens of that text, the
+turn's are ``c``, `` ``, ``d`` and ``<|im_end|>``, numbers 14 to 17: ``spans`` is [(14, 18)] and 4 tokens are trained.
+The line feed behind the turn, token 18, is not.
 """
 
 import copy

@@ -4,6 +4,9 @@ The rule is Johnson's (1974). Documents of one length are placed together: the f
 is, after it took it, still the fullest that takes another, so it takes as many as fit; and packs with the same room
 left are one class, that moves as a whole. The work grows with the distinct lengths, not with the documents.
 Limits: a document is never cut; the order of the packs follows the lengths, so shuffle them before training.
+
+Example: documents 0 to 4 of 3, 6, 4, 5 and 2 tokens, rows of 8. Lengths 6 and 5 open rows A and B (room 2 and 3), 4
+opens C, 3 fills B, 2 fills A: rows [1 4], [3 0] and [2], with tokens in 20 of 24 places.
 """
 
 from bisect import bisect_left, insort

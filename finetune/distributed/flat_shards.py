@@ -2,6 +2,10 @@
 
 Whatever the strategy, it is a contiguous run of elements of the flattened parameter: all of them (one process, DDP),
 rows of its first dimension (FSDP2), or a part of a flat partition that several parameters share (ZeRO).
+
+Example: a weight of shape (5, 3), 15 elements, on 2 processes. Process 1 holds the last two rows under FSDP2: begin 9,
+count 6. ZeRO-3 cuts the weight into parts of 8, the last one padded: begin 8, count 7. ZeRO-2 puts the weight and a
+bias of 5 end to end, 10 elements a process: weight begin 10, count 5, offset 0, and bias begin 0, count 5, offset 5.
 """
 
 from collections.abc import Iterator

@@ -4,6 +4,10 @@
 Reading them is what saving needs; to load, ``make_optimizer_state``, overwrite them, ``set_optimizer_steps`` and
 ``sync_compute_weights``. 8-bit state is quantised in blocks of 256 elements of what this process holds; where those are
 not blocks of the whole tensor, its pieces have names that only the same launch looks for.
+
+Example: a weight of shape (5, 3) under FSDP2 on 2 processes. Process 1 yields ``weights/w`` with begin 9 and 6 values,
+then ``optimizer/exp_avg/w`` alike. Under HSDP on 4 processes, ranks 1 and 3 hold these same 6 values: rank 1 writes
+values 0 to 2, rank 3 writes 3 to 5. Of 8-bit state of 2,048 elements, process 1 of 2 has scales 4 to 7 of 8.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,6 +5,10 @@ tensors. Here it steps on the shard that this process holds. So that a shard's s
 each matrix has 8-bit state, however small its shard (bitsandbytes' own rule spares tensors below 4096 elements),
 and norms and biases have 32-bit state. What remains different is a block that would reach over the edge of a shard:
 there is none where the elements of each shard are a multiple of 256.
+
+Example: 512 values, of which element 0 is -1, element 256 is 0.001 and the rest are 0. Blocks of 256 have the scales 1
+and 0.001, and 0.001 is stored exactly, as code 255. In one block of 512 the scale would be 1, and 0.001 would come back
+as 0.00094. That is why blocks must begin at the same elements in a shard as in the whole.
 """
 
 from typing import Any

@@ -21,6 +21,10 @@ def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch
 
     bf16 is the upper half of the bits of fp32: adding a uniform number below 2^16 and cutting the lower half off
     carries into the upper half with just that probability.
+
+    Example: 1 + 2^-9 has the bits 3f80 4000, a quarter of the way from 1 (3f80) to the next bf16, 1 + 2^-7 (3f81).
+    A number from 0 to ffff carries over 4000 in one case of four: three values of four become 1, one 1.0078125, and
+    their mean is 1.001953125. Rounding to nearest would give 1 each time, and lose the update.
     """
     noise = torch.randint(1 << 16, values.shape, generator=random, dtype=torch.int32, device=values.device)
     bits = values.view(torch.int32) + noise
