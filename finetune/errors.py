@@ -1,4 +1,4 @@
-"""What a user is told: input to put right, a run that stopped, a run that was asked to end."""
+"""Errors for users: input to correct, a run that stopped, a run that was interrupted."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 class InputError(ValueError):
     """One or more problems, each a sentence: what was seen, what is allowed, what to do.
 
-    The command line prints the sentences without a traceback and ends with exit code 2; from Python
+    The command line prints the sentences without a traceback and exits with code 2; from Python
     it is an ordinary ``ValueError``.
     """
 
@@ -16,7 +16,7 @@ class InputError(ValueError):
 
 
 def refuse_if_any(problems: Sequence[str]) -> None:
-    """Raise all problems at once, so that a user mends a configuration in one round.
+    """Raise all problems at once, so that a user can fix a configuration in one pass.
 
     Raises:
         InputError: if there is at least one problem.
@@ -26,15 +26,15 @@ def refuse_if_any(problems: Sequence[str]) -> None:
 
 
 class BadRow(ValueError):
-    """A row of a data file that cannot be trained; the message is the reason, a clause without its final point."""
+    """A row of a data file that cannot be trained on; the message is the reason, a clause without a full stop."""
 
 
 class RunStopped(RuntimeError):
-    """A run that cannot go on, though its input was accepted: what happened, where, and what to do."""
+    """A run that cannot continue although its input was accepted: what happened, where, and what to do."""
 
 
 class RunInterrupted(RunStopped):
-    """A run that was asked to end, and can be taken up again: after which step, and how."""
+    """A run that was interrupted and can be resumed: after which step, and how."""
 
 
 def first_line(error: Exception) -> str:

@@ -86,18 +86,18 @@ def test_any_text_is_machines_or_a_sentence(text: str):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("0xH100", "0xH100 is no GPU at all; give at least one"),
-        ("0x8xH100", "0x8xH100 is no GPU at all"),
+        ("0xH100", "0xH100 means no GPUs; give at least one"),
+        ("0x8xH100", "0x8xH100 means no GPUs"),
         (
             "32xH100",
-            "machines have at most 16; write how many machines of how many GPUs there are, for example 4x8xH100",
+            "machines have at most 16; give the number of machines and the GPUs of each, for example 4x8xH100",
         ),
-        ("8xMI300X", "8xMI300X names no GPU that is known here; known are B200, H200, H100,"),
-        ("", "an empty text names no GPU"),
+        ("8xMI300X", "unknown GPU 8xMI300X. Known GPUs: B200, H200, H100,"),
+        ("", "unknown GPU (empty)"),
         ("8x0GB", "8x0GB has no memory"),
-        ("-1xH100", "names no GPU"),
-        ("8x\nH100x", "names no GPU"),
-        (5000 * "9" + "xH100", "names no GPU"),
+        ("-1xH100", "unknown GPU"),
+        ("8x\nH100x", "unknown GPU"),
+        (5000 * "9" + "xH100", "unknown GPU"),
     ],
 )
 def test_what_is_no_machine_is_refused_with_a_sentence(text: str, sentence: str):
@@ -129,7 +129,7 @@ def test_a_card_is_known_in_any_spelling_and_without_its_vendor(name: str, spell
     [("1x4099", "RTX 4090"), ("RTX 4090 Ti", "RTX 4090"), ("8xH900", "H200"), ("A100-PCIE-40GB", "A100-80GB")],
 )
 def test_an_unknown_card_is_never_taken_for_another_but_the_nearest_is_named(text: str, meant: str):
-    with pytest.raises(InputError, match=f"did you mean {meant}[?] Known are B200"):
+    with pytest.raises(InputError, match=f"Did you mean {meant}[?] Known GPUs: B200"):
         parse_gpus(text)
 
 

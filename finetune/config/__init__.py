@@ -1,4 +1,4 @@
-"""What a user writes, and what of it is allowed, before PyTorch is imported.
+"""The configuration: its keys, its parser and its rules. PyTorch is not imported.
 
 ``sections`` (every key, its type and its meaning), ``command_line`` (YAML and flags to sections), ``compatibility``
 (which strategy goes with which quantisation, adapter and optimizer), ``refusals`` (what else cannot be asked for).

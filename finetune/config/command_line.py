@@ -1,7 +1,7 @@
-"""YAML file plus flags into a typed configuration; every problem of a configuration reported at once.
+"""A YAML file and flags to a typed configuration; all problems of a configuration are reported at once.
 
-The flags are built from the configuration classes
-(``--section.key VALUE``), pydantic checks the values, and argparse and PyYAML do the reading.
+The flags (``--section.key VALUE``) are built from the configuration classes, pydantic checks the values, and argparse
+and PyYAML do the parsing.
 """
 
 import argparse
@@ -23,21 +23,21 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
-    """Read ``--config FILE`` and the flags that win over it.
+    """Read ``--config FILE`` and the flags, which override it.
 
     Raises:
-        InputError: with every problem that was found: unreadable file, unknown key, wrong type, missing key.
+        InputError: with every problem found: unreadable file, unknown key, wrong type, missing key.
         SystemExit: code 0 after ``--help`` and ``--print_config``.
     """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(list(arguments))
     problems = [_unknown_flag(flag, config_class) for flag in unknown if flag.startswith("--")]
-    if unknown and not problems:  # words after an unknown flag are taken for its value
-        problems.append(f"{' '.join(unknown)!r} belongs to no flag; write --section.key VALUE, see --help.")
+    if unknown and not problems:  # words after an unknown flag are assumed to be its value
+        problems.append(f"{' '.join(unknown)!r} does not follow a flag; write --section.key VALUE, see --help.")
     values, file_problems = _read_file(known.config)
-    if file_problems:  # what the file holds is not known, so that nothing can be missing
+    if file_problems:  # the contents are unknown, so no key can be reported as missing
         raise InputError(problems + file_problems)
-    for section in config_class.model_fields:  # a section that is absent or empty has its defaults, or lacks keys
+    for section in config_class.model_fields:  # an absent or empty section gets its defaults, or lacks keys
         values[section] = {} if values.get(section) is None else values[section]
     fields = dict(_fields(config_class))
     for key, text in vars(known).items():
@@ -91,7 +91,7 @@ def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", default=None, help="YAML file with the sections below")
     parser.add_argument(
-        "--print_config", action="store_true", default=False, help="print the resolved configuration as YAML and end"
+        "--print_config", action="store_true", default=False, help="print the resolved configuration as YAML and exit"
     )
     groups: dict[str, Any] = {}
     for key, field in _fields(config_class):
@@ -125,7 +125,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _flag_value(text: str, field: FieldInfo) -> Any:
-    """A flag's text as YAML, but as plain text where the key takes text and YAML would make a number of it."""
+    """A flag's text parsed as YAML, but left as text where the key takes text and YAML would make a number of it."""
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -156,15 +156,15 @@ def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); fix the file."]
     if not isinstance(values, dict):
-        return {}, [f"--config {path}: the file holds no sections; see --help for them."]
+        return {}, [f"--config {path}: the file has no sections; see --help for the list."]
     return values, []
 
 
 def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
-    """The problem, with the place in the file and a caret below it."""
+    """The problem, with the line of the file and a caret below it."""
     mark = error.problem_mark
     assert mark is not None
-    sentence = f"--config {path}: not valid YAML in line {mark.line + 1}, {error.problem}; fix the file:"
+    sentence = f"--config {path}: not valid YAML at line {mark.line + 1}, {error.problem}; fix the file:"
     return f"{sentence}\n{mark.get_snippet(indent=2)}"
 
 
@@ -180,7 +180,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -192,7 +192,7 @@ _Loader.yaml_implicit_resolvers = {
 
 def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
     key = flag.removeprefix("--").split("=")[0]
-    return f"--{key} is no flag of this recipe; {_nearest(key, config_class)}see --help for all."
+    return f"Unknown flag --{key}; {_nearest(key, config_class)}see --help for all flags."
 
 
 def _nearest(key: str, config_class: type[BaseModel]) -> str:
@@ -203,9 +203,9 @@ def _nearest(key: str, config_class: type[BaseModel]) -> str:
 
 
 def _one_of_each_key(errors: Sequence[Any]) -> list[Any]:
-    """Of a key that takes several types pydantic tells why it is none of them; the nearest miss says most.
+    """For a key that takes several types, pydantic reports an error for each of them; the nearest miss says most.
 
-    It comes with all of them as ``misses``.
+    All of them come along as ``misses``.
     """
     of_key: dict[tuple[str | int, ...], list[Any]] = {}
     for error in errors:
@@ -219,25 +219,27 @@ def _sentence(error: Any, config_class: type[BaseModel]) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location[:2])
     if error["type"] == "extra_forbidden" and len(location) > 2:
-        return f"{key}: {location[-1]} is not a key of an entry there; take it out, or see --help for those there are."
+        return (
+            f"{key}: unknown key {location[-1]} in an entry of the list; remove it, or see --help for the allowed keys."
+        )
     if error["type"] == "missing" and len(location) > 2:
-        return f"{key}: an entry there lacks the key {location[-1]}; add it."
+        return f"{key}: an entry of the list lacks the key {location[-1]}; add it."
     if error["type"] == "missing":
         return f"{key} is missing; set it in the YAML file or with --{key}."
     if error["type"] == "extra_forbidden":
-        return f"{key} is not a key of this recipe; {_nearest(key, config_class)}see --help for all."
+        return f"Unknown key {key}; {_nearest(key, config_class)}see --help for all keys."
     if len(location) == 1:
-        return f"{key}: {error['input']!r} is not a section; write its keys below it, indented, see --help."
-    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        return f"{key}: {error['input']!r} is not a section; indent its keys below it, see --help."
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").partition(", unable to")[0]
     if len(error["misses"]) > 1 and all(
         miss.endswith(("_type", "_parsing", "literal_error")) for miss in error["misses"]
     ):
         message = _allowed(dict(_fields(config_class))[key].annotation, error["input"])
-    return f"{key}: {error['input']!r} was given, but it should be {message}; change it, or see --help."
+    return f"{key}: must be {message}, got {error['input']!r}; change it, or see --help."
 
 
 def _allowed(annotation: Any, given: Any) -> str:
-    """The types that a key takes, in words; with the list that the value given may have been meant for."""
+    """The types that a key takes, in words; with the list that the user may have meant."""
     if get_origin(annotation) is Annotated:
         return _allowed(get_args(annotation)[0], given)
     if get_origin(annotation) in (Union, types.UnionType):
@@ -246,6 +248,6 @@ def _allowed(annotation: Any, given: Any) -> str:
         return " or ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is list:
         return f"a list such as [{given}]" if isinstance(given, str) else "a list"
-    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[
         annotation
     ]

@@ -1,4 +1,4 @@
-"""Which strategies, weights, adapters and optimizers go together. The one table: all else asks it.
+"""Compatibility of strategies, quantisation, adapters and optimizers. The only table of it: all other code asks it.
 
 A cell is (strategy, bits of the frozen weights, adapter, optimizer). It trains with the losses of one process, or is
 refused by the first rule that applies, whose sentence names the nearest thing that works.
@@ -52,37 +52,38 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         lambda c: c.bits is not None and c.adapter == "none",
-        "Weights in {bits} bits are frozen and cannot be trained themselves; set adapter.type to lora, or "
+        "Weights quantised to {bits} bits are frozen and cannot be trained; set adapter.type to lora, or "
         "quantization.bits to none.",
     ),
     Rule(
         lambda c: c.bits == 8 and c.shards_weights,
         "{strategy} cannot shard the 8-bit layers of bitsandbytes, which keep a second reference to their weights; set "
-        "quantization.bits to 4, or take the strategy file zero2 or ddp.",
+        "quantization.bits to 4, or use the strategy file zero2 or ddp.",
     ),
     Rule(
         lambda c: c.bits == 8 and c.adapter == "dora",
-        "DoRA reads the whole weight in each step, by which the 8-bit layers of bitsandbytes lose their scales; set "
+        "DoRA reads the whole weight in each step, which makes the 8-bit layers of bitsandbytes lose their scales; set "
         "adapter.type to lora, or quantization.bits to 4.",
     ),
     Rule(
         lambda c: c.bits == 4 and c.adapter == "dora" and c.strategy.startswith("zero3"),
-        "DoRA reads the whole weight in each step, which {strategy} does not gather for it in 4 bits; set adapter.type "
-        "to lora, or take the strategy file fsdp2.",
+        "DoRA reads the whole weight in each step, but {strategy} does not gather 4-bit weights for it; set "
+        "adapter.type "
+        "to lora, or use the strategy file fsdp2.",
     ),
     Rule(
         lambda c: c.strategy == "zero3_nvme" and c.optimizer != "adamw",
-        "{strategy} steps with DeepSpeed's CPU Adam; set train.optimizer to adamw, or take the strategy file "
+        "{strategy} only works with DeepSpeed's CPU Adam; set train.optimizer to adamw, or use the strategy file "
         "zero3_offload.",
     ),
     Rule(
         lambda c: c.optimizer == "adafactor" and c.strategy not in ("single", "ddp"),
-        "Adafactor needs the rows and columns of whole matrices, of which {strategy} leaves each process a part; set "
-        "train.optimizer to adamw_8bit, or take the strategy file ddp.",
+        "Adafactor needs whole matrices, but {strategy} gives each process only a part of them; set "
+        "train.optimizer to adamw_8bit, or use the strategy file ddp.",
     ),
     Rule(
         lambda c: c.optimizer == "paged_adamw_8bit" and c.offloads,
-        "{strategy} keeps the optimizer's state in host memory, from where there is nothing to page; set "
+        "{strategy} already keeps the optimizer state in host memory, so there is nothing to page; set "
         "train.optimizer to adamw_8bit.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The keys of a recipe: every section typed, every key with its docstring and its only default.
+"""The configuration keys: typed sections, each key with its docstring and its only default.
 
 ``finetune.config.command_line`` turns a YAML file and flags into these classes. A section may travel to the code that
 it configures; the whole configuration stays with the recipe and the session (``finetune.run``).
@@ -15,58 +15,60 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A group of keys: unknown keys are errors, and a value never changes once it is read."""
+    """A group of keys. Unknown keys are errors, and values never change after they are read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Model(Section):
     path: str
-    """Folder of a model, or its id on the hub."""
+    """Model folder, or model id on the hub."""
     random_weights: bool = False
-    """Start from random weights drawn from train.seed, and read no others: for training from scratch, benchmarks and
-    tests. Of the model, only its config.json and its tokenizer are then needed."""
+    """Start from random weights drawn with train.seed instead of the stored ones: for training from scratch, benchmarks
+    and tests. The model then only needs its config.json and its tokenizer."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer, where it is not the model's own."""
+    """Folder or hub id of the tokenizer, if it is not the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off: a downloaded model is data, not a program."""
+    """Run Python code that comes with the model. When off, a downloaded model is only data, never a program."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation; auto leaves the choice to transformers: sdpa (PyTorch's scaled_dot_product_attention)
-    for most models; with data.packing it is PyTorch's own attention for documents of varying length."""
+    """Attention implementation. auto lets transformers choose: sdpa (PyTorch's scaled_dot_product_attention) for most
+    models. With data.packing, auto uses PyTorch's variable-length attention."""
 
 
 class Quantization(Section):
     bits: Literal["none", 8, 4] = "none"
-    """Store the frozen weights of the linear layers in fewer bits, through bitsandbytes: 4 (NF4 with double
-    quantisation, 0.52 bytes a weight) or 8 (LLM.int8, 1 byte). Needs an adapter. A model that is published quantised
-    is recognised, and loaded as it is."""
+    """Quantise the frozen weights of the linear layers with bitsandbytes: 4 bits (NF4 with double quantisation, 0.52
+    bytes per weight) or 8 bits (LLM.int8, 1 byte per weight). Needs an adapter. A model that was published quantised is
+    detected and loaded as it is."""
 
 
 class Adapter(Section):
     type: Literal["none", "lora", "dora"] = "none"
-    """none: every weight is trained. lora: the model is frozen, and a product of two thin matrices is trained beside
-    each linear layer (arXiv:2106.09685). dora: a magnitude per output as well (arXiv:2402.09353)."""
+    """none: train every weight. lora: freeze the model and train the product of two low-rank matrices for each linear
+    layer (arXiv:2106.09685). dora: also train a magnitude per output (arXiv:2402.09353)."""
     rank: PositiveInt = 16
-    """Rank of the two matrices."""
+    """Rank of the two adapter matrices."""
     alpha: PositiveFloat = 32.0
-    """The product is scaled by alpha / rank."""
+    """The product of the two matrices is scaled by alpha / rank."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead, for large ranks (rsLoRA, arXiv:2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's input. Above 0 it takes more memory: each layer keeps its own copy of its input."""
+    """Dropout on the adapter's input. Values above 0 need more memory: each layer keeps its own copy of its input."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers that get an adapter: all but the output head, or a list of names, [q_proj, v_proj] say."""
+    """Linear layers that get an adapter: all except the output head, or a list of names, for example [q_proj,
+    v_proj]."""
     modules_to_save: list[str] = []
-    """Modules trained whole and saved with the adapter, [embed_tokens, lm_head] where new tokens must be learned."""
+    """Modules that are trained in full and saved with the adapter, for example [embed_tokens, lm_head] to learn new
+    tokens."""
 
 
 class DataSource(Section):
     path: str
-    """File, glob, folder, or id of a dataset on the hub."""
+    """File, glob, folder, or hub id of a dataset."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """How often each of its rows is trained in an epoch: 2 is twice, 0.5 is about half of them, chosen by a hash."""
+    """How often each of its rows is used per epoch: 2 means twice, 0.5 means about half of the rows, chosen by hash."""
     subset: str | None = None
     """Configuration of a hub dataset."""
     split: str = "train"
@@ -75,81 +77,82 @@ class DataSource(Section):
 
 class Data(Section):
     train: str | Annotated[list[str | DataSource], Field(min_length=1)]
-    """What to train on: a file (.jsonl, .json, .parquet, .csv, .tsv or .txt, also with .gz or .zst behind it), a glob,
-    a folder, or the id of a dataset on the hub (owner/name); or a list of these, each a text or an object with path,
-    weight, subset and split."""
+    """Training data: a file (.jsonl, .json, .parquet, .csv, .tsv or .txt, optionally compressed as .gz or .zst), a
+    glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
+    keys path, weight, subset and split."""
     eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """What is held out: never trained, used for eval_loss and for the answers of eval.prompts. Sources as for train, or
-    a fraction of the training rows, 0.05 say, chosen by a hash of each row, so that a row never changes sides."""
+    """Held-out data: never trained on, used for eval_loss and for the answers to eval.prompts. Sources as for train, or
+    a fraction of the training rows, for example 0.05. The fraction is chosen by a hash of each row, so a row is always
+    on the same side."""
     split_key: str | None = None
-    """Field of a row whose hash decides, in place of the whole row's, on which side of a fraction it falls: rows that
-    agree in it, turns of one document say, stay together."""
+    """Field to hash instead of the whole row when data.eval is a fraction. Rows with the same value, for example parts
+    of one document, stay on the same side."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
-    """What a row looks like; auto tells it by the keys of each row, and names what was found."""
+    """Format of a row; auto detects it from the keys of each row and reports what it found."""
     chat_template: str | None = None
-    """File with a Jinja chat template, in place of the tokenizer's."""
+    """File with a Jinja chat template to use instead of the tokenizer's."""
     max_length: PositiveInt = 2048
-    """Tokens of a row, at most. Longer conversations are cut at the end and counted; one that keeps no trained token is
-    dropped and counted. Longer plain texts are cut into several rows, and lose nothing."""
+    """Maximum tokens per row. Longer conversations are truncated at the end and counted; those left without a trained
+    token are dropped and counted. Longer plain texts are split into several rows and lose nothing."""
     packing: bool = False
-    """Put several documents into one row of max_length, each blind to the others, so that no position is spent on
-    padding. global_batch_size and micro_batch_size then count packed rows."""
+    """Pack several documents into one row of max_length tokens to avoid padding. A document does not attend to the
+    others. global_batch_size and micro_batch_size then count packed rows."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens are trained: every answer of the assistant with the end of its turn, the last answer alone, or all.
-    Of prompt and completion, the completion; of a text, all."""
+    """Which tokens are trained: every assistant answer including its end-of-turn token, only the last answer, or all
+    tokens. For prompt and completion, it is the completion; for a plain text, all tokens."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """error: a row that cannot be used stops the run before it begins. skip: the others are trained, and each left out
-    is written to rejected.jsonl in the output folder, with its reason."""
+    """error: an unusable row stops the run before training. skip: train on the other rows, and write each skipped row
+    to rejected.jsonl in the output folder, with the reason."""
     streaming: bool = False
-    """Read, tokenise and pack while training, and keep nothing on disk, for corpora that are not worth a cache: rows
-    come in the order of the files, shuffled a thousand at a time. Needs train.steps; every process reads everything."""
+    """Read, tokenise and pack during training and cache nothing on disk, for corpora not worth caching. Rows come in
+    file order, shuffled in windows of a thousand. Needs train.steps; every process reads all data."""
 
 
 class Train(Section):
     output_dir: str
-    """Folder for everything that the run leaves."""
+    """Folder for everything the run writes."""
     overwrite: bool = False
-    """Replace the run that output_dir holds already (its run.yaml, metrics.jsonl and final/)."""
+    """Replace the run that is already in output_dir (its run.yaml, metrics.jsonl, final/ and checkpoints)."""
     epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Passes over the training rows."""
     steps: PositiveInt | None = None
-    """Optimizer steps; takes the place of epochs."""
+    """Optimizer steps; overrides epochs."""
     global_batch_size: PositiveInt = 16
-    """Rows of one optimizer step, over all processes and micro-batches: the mathematics of the run."""
+    """Rows per optimizer step, over all processes and micro-batches. It changes the result of the run."""
     micro_batch_size: PositiveInt | Literal["auto"] = 1
-    """Rows that one process computes at a time: memory and speed, never the result. auto: what the planner predicts to
-    be fastest of what fits the GPU."""
+    """Rows that one process computes at a time. It changes memory and speed, never the result. auto: the size that the
+    planner predicts to be the fastest of those that fit the GPU."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
-    """The highest learning rate of the schedule."""
+    """Peak learning rate of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of the steps over which the learning rate rises."""
+    """Fraction of the steps used for the learning-rate warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of the weight matrices (L2 for SGD); norms, biases and DoRA's magnitudes have none."""
+    """Decoupled weight decay of the weight matrices (L2 for SGD); none for norms, biases and DoRA's magnitudes."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients with a larger global norm are scaled down to it; 0 switches clipping off. Metrics report the norm
-    before clipping either way."""
+    """Clip gradients to this global norm; 0 disables clipping. Metrics report the norm before clipping either way."""
     max_bad_steps: PositiveInt = 5
-    """Steps in a row whose loss or gradients are not finite, until the run stops. Such a step never changes the
-    weights: it is left out on all processes, counted, and its rows are named."""
+    """Stop the run after this many consecutive steps with a non-finite loss or gradient. Such a step never changes the
+    weights: all processes skip it, it is counted, and its rows are named."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd"] = "adamw"
-    """AdamW (betas 0.9 and 0.999; fused on a GPU), 8 bytes of state a trained weight. adamw_8bit: 2 bytes;
-    paged_adamw_8bit: the same, moved to host memory when the GPU is full; lion_8bit: 1 byte (betas 0.9 and 0.99; take
-    a third to a tenth of AdamW's learning rate). adafactor: a row and a column of state a matrix. sgd: no
-    state, no momentum."""
+    """adamw: betas 0.9 and 0.999, fused on a GPU, 8 bytes of state per trained weight. adamw_8bit: 2 bytes.
+    paged_adamw_8bit: the same, moved to host memory when the GPU is full. lion_8bit: 1 byte, betas 0.9 and 0.99; use a
+    third to a tenth of AdamW's learning rate. adafactor: one row and one column of state per matrix. sgd: no state, no
+    momentum."""
     weights: Literal["fp32_master", "bf16"] = "fp32_master"
-    """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision.
-    bf16: weights, gradients and optimizer state in bf16, half of the memory; AdamW then rounds each update of a
-    weight stochastically, because rounding to nearest would lose most small updates."""
+    """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision. bf16:
+    weights, gradients and optimizer state in bf16, for half the memory. AdamW then rounds its updates stochastically,
+    because rounding to nearest would lose most small updates."""
     activation_checkpointing: Literal["auto", "none", "full"] = "auto"
-    """full: recompute each layer in the backward pass, for less memory and about a third more computation. auto: none
-    where the planner predicts that it fits with a tenth of the GPU's memory to spare, else full; none on a CPU."""
+    """full: recompute each layer in the backward pass, which saves memory and adds about a third more computation.
+    auto: none if the planner predicts that the run then leaves a tenth of the GPU's memory free, else full; none on a
+    CPU."""
     plan_check: Literal["on", "off"] = "on"
-    """on: a run whose predicted peak is more than a GPU has is refused before anything is loaded, with the nearest
-    that fits. off: it is tried."""
+    """on: refuse a run whose predicted peak exceeds the GPU's memory before anything is loaded, and name the nearest
+    configuration that fits. off: try it anyway."""
     seed: NonNegativeInt = 0
-    """Seed of the row order, of dropout and of random weights."""
+    """Seed of the row order, dropout and random weights."""
 
     @property
     def least_micro_batch_size(self) -> int:
@@ -164,37 +167,37 @@ class Train(Section):
 
 class Checkpoint(Section):
     every: NonNegativeInt = 500
-    """Optimizer steps between checkpoints; 0: none. A signal (SIGTERM, SIGINT, SIGUSR1) that ends the run leaves one in
-    any case. Writing goes on beside training."""
+    """Optimizer steps between checkpoints; 0 for none. A signal that stops the run (SIGTERM, SIGINT, SIGUSR1) always
+    saves one. Checkpoints are written in the background while training continues."""
     at_end: bool = True
-    """The last step leaves a checkpoint too, so that the run can go on with more steps: with a larger train.steps or
+    """Also save a checkpoint after the last step, so that the run can be extended: with a larger train.steps or
     train.epochs, and checkpoint.resume auto."""
     keep: PositiveInt = 2
-    """Newest checkpoints that are kept; an older one is deleted when a newer one is complete."""
+    """Number of newest checkpoints to keep; an older one is deleted when a newer one is complete."""
     resume: str = "none"
-    """none: begin. auto: go on from the newest complete checkpoint of output_dir, or begin where there is none. Or the
-    folder of a checkpoint, or of a run. Strategy and number of processes may be others than before."""
+    """none: start a new run. auto: resume from the newest complete checkpoint in output_dir, or start a new run if
+    there is none. Or the folder of a checkpoint or of a run. The strategy and the number of processes may change."""
     resume_weights_only: bool = False
-    """Take the weights and the position in the data from the checkpoint, and start the optimizer anew: for another
+    """Take the weights and the position in the data from the checkpoint, but reset the optimizer: for a different
     optimizer, or one whose state cannot be carried over."""
 
 
 class Eval(Section):
     every: NonNegativeInt = 0
-    """Optimizer steps between evaluations; 0: only before the first and after the last step."""
+    """Optimizer steps between evaluations; 0 evaluates only before the first and after the last step."""
     prompts: NonNegativeInt | list[str] = 0
-    """Questions answered before and after training: a number (the first so many held-out conversations; with
-    exact_match, so many that are typical of all) or a list of texts."""
+    """Questions to answer before and after training: a list of texts, or a number N (the first N held-out
+    conversations; with exact_match, N that are typical of all)."""
     exact_match: bool = False
-    """Answer every held-out conversation before and after training, greedily, and count the answers that are the row's
-    own, word for word: for tasks with one right answer."""
+    """Answer every held-out conversation greedily before and after training, and count the answers that equal the row's
+    answer word for word: for tasks with one right answer."""
     max_new_tokens: PositiveInt = 64
-    """Length of an answer, in tokens, at most; answers that exact_match compares may be as long as the row's own."""
+    """Maximum tokens of an answer; answers that exact_match compares may be as long as the row's own."""
 
 
 class Log(Section):
     every: PositiveInt = 1
-    """Optimizer steps between printed lines where the output is not a terminal. metrics.jsonl has every step."""
+    """Optimizer steps between printed lines when the output is not a terminal. metrics.jsonl has every step."""
 
 
 class Run(BaseModel):

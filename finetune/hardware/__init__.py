@@ -1,1 +1,1 @@
-"""What the machine has: ``cards`` (GPUs and links by their published figures), ``cores`` (those that may be used)."""
+"""Hardware: ``cards`` (published figures of GPUs and interconnects), ``cores`` (CPU cores this process may use)."""

@@ -1,7 +1,7 @@
-"""GPUs by name, the machines they stand in, and what connects them, from ``hardware.yaml``.
+"""GPUs by name, machines with several of them, and their interconnects, from ``cards.yaml``.
 
 ``parse_gpus("2x8xH100")`` is for what a user writes, ``lookup`` for what a driver reports, ``peak_flops`` for the MFU.
-Limits: NVIDIA only; all machines are alike; links are what a machine of that card usually has.
+Limits: NVIDIA only; all machines are identical; links are the usual ones for that card.
 """
 
 import difflib
@@ -20,12 +20,12 @@ MOST_GPUS_OF_A_MACHINE = 16
 _COUNTED = re.compile(r"(?:(?P<first>[0-9]{1,6})\s*x\s*)?(?:(?P<second>[0-9]{1,6})\s*x\s*)?(?P<card>.*)", re.I | re.S)
 _SIZE = re.compile(r"(?P<size>[0-9]{1,6}(?:\.[0-9]{1,3})?)\s*(?P<unit>GB|GiB)", re.I)
 _TELLS_NOTHING = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm(?:[2-6](?!\d))?|hbm\de?|[\s_-]", re.I)
-"""Of a card's name: its vendor and product line, and the socket and memory of the cards that hardware.yaml means."""
+"""Of a card's name: its vendor and product line, and the socket and memory of the cards in cards.yaml."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective gets through."""
+    """Bandwidth and latency that a collective sees."""
 
     name: str
     gb_per_second: float
@@ -41,11 +41,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card; one of which only the memory is known has no speed."""
+    """A card; if only its memory is known, it has no speed."""
 
     name: str
     memory_gib: float
-    """All that a driver leaves to programs."""
+    """What the driver leaves to programs."""
     node_link: Link
     """To the other GPUs of its machine."""
     host_link: Link
@@ -56,7 +56,7 @@ class Gpu:
     fp32_tflops: float | None = None
     memory_gb_per_second: float | None = None
     bf16: bool = True
-    """Multiplies in bf16; the others train in fp16."""
+    """Whether it multiplies in bf16; if not, it trains in fp16."""
     gb: int = 0
     """Nominal memory of a known card."""
 
@@ -118,25 +118,25 @@ def _read() -> Any:
 def parse_gpus(text: str) -> Machines:
     """What ``[MACHINES x] [GPUS x] CARD`` stands for: ``H100``, ``8x80GB``, ``2x8xH100``, ``4x22.5GiB``.
 
-    A card is a known name in any spelling (4090, rtx-4090, "NVIDIA GeForce RTX 4090"), with its memory where there are
-    several (A100-40GB); or a memory alone: GB as in a card's name, of which programs get less, or GiB for what they
-    get. The speed of that is not known.
+    A card is a known name in any spelling (4090, rtx-4090, "NVIDIA GeForce RTX 4090"), with its memory if there are
+    several (A100-40GB). Or only a memory size: in GB as in a card's name, of which programs get less, or in GiB for
+    what programs get; its speed is then unknown.
 
     Raises:
-        InputError: for an unknown card or an impossible number, as a sentence.
+        InputError: for an unknown card or an impossible number.
     """
     counted = _COUNTED.fullmatch(text.strip())
     assert counted is not None  # everything matches
     numbers = [int(number) for number in (counted["first"], counted["second"]) if number is not None]
     nodes, gpus = (*([1] * (2 - len(numbers))), *numbers)
-    shown = text.strip() or "an empty text"
+    shown = text.strip() or "(empty)"
     if nodes < 1 or gpus < 1:
-        raise InputError(f"--gpus: {shown} is no GPU at all; give at least one, for example 1xH100.")
+        raise InputError(f"--gpus: {shown} means no GPUs; give at least one, for example 1xH100.")
     card = _card(counted["card"].strip(), shown)
     if gpus > MOST_GPUS_OF_A_MACHINE:
         raise InputError(
-            f"--gpus: {shown} is one machine with {gpus} GPUs, and machines have at most {MOST_GPUS_OF_A_MACHINE}; "
-            f"write how many machines of how many GPUs there are, for example {-(-gpus // 8)}x8x{card.name}."
+            f"--gpus: {shown} is one machine with {gpus} GPUs, but machines have at most {MOST_GPUS_OF_A_MACHINE}; "
+            f"give the number of machines and the GPUs of each, for example {-(-gpus // 8)}x8x{card.name}."
         )
     return Machines(card, gpus, nodes)
 
@@ -144,7 +144,7 @@ def parse_gpus(text: str) -> Machines:
 def _card(written: str, shown: str) -> Gpu:
     if sized := _SIZE.fullmatch(written):
         if float(sized["size"]) == 0:
-            raise InputError(f"--gpus: {shown} has no memory; give that of one card, for example 8x80GB.")
+            raise InputError(f"--gpus: {shown} has no memory; give the memory of one card, for example 8x80GB.")
         return _of_memory(float(sized["size"]), in_gib=sized["unit"].lower() == "gib")
     spellings: dict[str, Gpu] = {}
     for gpu in known_gpus():
@@ -155,10 +155,10 @@ def _card(written: str, shown: str) -> Gpu:
         return spellings[wanted]
     of_the_family = [name for name in spellings if re.match(rf"{name}(?!\d)", wanted)]  # A100 PCIe is an A100
     close = sorted(of_the_family, key=len)[-1:] or difflib.get_close_matches(wanted, spellings, n=1, cutoff=0.7)
-    meant = f"did you mean {spellings[close[0]].name}? Known" if close else "known"
+    meant = f" Did you mean {spellings[close[0]].name}?" if close else ""
     known = ", ".join(gpu.name for gpu in known_gpus())
     raise InputError(
-        f"--gpus: {shown} names no GPU that is known here; {meant} are {known}. Or give the memory alone: 8x80GB."
+        f"--gpus: unknown GPU {shown}.{meant} Known GPUs: {known}. Or give only the memory, for example 8x80GB."
     )
 
 
@@ -172,7 +172,7 @@ def _family(gpu: Gpu) -> str:
 
 
 def _of_memory(size: float, *, in_gib: bool) -> Gpu:
-    """A card of which only the memory is known: no more than the poorest known one of that size leaves to programs."""
+    """A card of known memory only: programs get as much of it as on the worst known card of that size."""
     shares = {gpu: gpu.memory_gib / gpu.gb for gpu in known_gpus()}
     alike = [share for gpu, share in shares.items() if gpu.gb == size] or list(shares.values())
     return Gpu(
@@ -185,15 +185,15 @@ def _of_memory(size: float, *, in_gib: bool) -> Gpu:
 
 
 def stand_in(gpu: Gpu) -> Gpu:
-    """The known card of the nearest memory: ways to train on a card of unknown speed are compared at its speed.
+    """The known card with the nearest memory, at whose speed ways to train on a card of unknown speed are compared.
 
-    Of several at the same distance, the first of the data file. Its name must be shown, and its seconds must not.
+    Of several at the same distance, the first in the data file. Show its name, but never its seconds.
     """
     return gpu if gpu.tflops else min(known_gpus(), key=lambda known: abs(known.memory_gib - gpu.memory_gib))
 
 
 def lookup(device_name: str, total_bytes: int) -> Gpu:
-    """The card that a driver reports; an unknown one has its memory, and no speed.
+    """The card that a driver reports; an unknown one has its memory but no speed.
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` tells it.
@@ -208,7 +208,7 @@ def lookup(device_name: str, total_bytes: int) -> Gpu:
 
 def _cards(device_name: str) -> list[Gpu]:
     """Cards with the longest known name that a device's name contains as words ("RTX A4000" is no A40)."""
-    if re.search(r"\b(MIG|Laptop)\b", device_name):  # a slice or a slower kind of the card whose name it bears
+    if re.search(r"\b(MIG|Laptop)\b", device_name):  # a slice or a slower variant of the card it is named after
         return []
     known = [gpu for gpu in known_gpus() if re.search(rf"\b{_family(gpu)}\b", device_name)]
     longest = max((len(_family(gpu)) for gpu in known), default=0)
@@ -216,7 +216,7 @@ def _cards(device_name: str) -> list[Gpu]:
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Peak FLOP/s in bf16 or fp16 of the GPU that a driver calls so, or None where it is not known."""
+    """Peak FLOP/s in bf16 or fp16 of the GPU with this driver name, or None if unknown."""
     cards = _cards(gpu_name)
     return cards[0].tflops * 1e12 if cards and cards[0].tflops else None
 
@@ -224,5 +224,5 @@ def peak_flops(gpu_name: str) -> float | None:
 def precision_problem(gpu: Gpu, precision: str) -> str | None:
     """Why a card cannot train in a launch's mixed precision, as a sentence; None if it can."""
     if precision == "bf16" and not gpu.bf16:
-        return f"{gpu.name} does not multiply in bf16; launch with --mixed_precision fp16."
+        return f"{gpu.name} does not support bf16; launch with --mixed_precision fp16."
     return None

@@ -1,7 +1,7 @@
-"""CPU cores that this process may use: often fewer than the machine has, in a container or under a scheduler.
+"""CPU cores that this process may use: often fewer than the machine has, in containers and under schedulers.
 
-``os.process_cpu_count`` (Python 3.13) knows the affinity only. joblib knows the quota of a container, but not that of a
-group below the root, which schedulers and systemd set. Limit: Linux; elsewhere the cores of the machine are counted.
+``os.process_cpu_count`` (Python 3.13) only knows the affinity. joblib knows the quota of a container, but not that of a
+group below the root, which schedulers and systemd set. Limit: Linux only; elsewhere all cores of the machine count.
 """
 
 import math
@@ -13,7 +13,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def usable() -> int:
-    """Whole cores that the affinity and the quota of this process leave it; at least 1."""
+    """Whole cores that the affinity and the CPU quota of this process allow; at least 1."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
