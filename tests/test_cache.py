@@ -175,7 +175,7 @@ def test_disk_that_fails_while_reading_leaves_nothing_in_the_cache(tmp_path: Pat
             return super().readline(size)
 
     monkeypatch.setattr(reading, "opened", failing)
-    with pytest.raises(InputError, match="reading it failed"):
+    with pytest.raises(InputError, match="reading failed"):
         read(path)
     monkeypatch.undo()
     monkeypatch.setenv("FINETUNE_DATA_CACHE", str(tmp_path / "cache"))

@@ -133,12 +133,12 @@ def test_template_may_mark_what_it_makes_of_an_answer():
     ],
 )
 def test_wrong_marks_are_refused(template: str):
-    with pytest.raises(BadRow, match="mend its generation marks"):
+    with pytest.raises(BadRow, match="fix its generation marks"):
         encode(tokenizer_for(template), PLAIN + PLAIN)
 
 
 def test_marked_turn_without_an_end_is_refused():
-    with pytest.raises(BadRow, match="could not learn to stop"):
+    with pytest.raises(BadRow, match="would not learn to stop"):
         encode(tokenizer_for(marked("''", "m.content", "'\n'")), PLAIN)
 
 
@@ -216,7 +216,7 @@ def test_strange_template_is_masked_rightly_or_refused(template: str, expected: 
     contents = ["a", "c\nd", "b", "e"]
     messages = [{"role": role, "content": c} for role, c in zip(["user", "assistant"] * 2, contents)]
     if expected is None:
-        with pytest.raises(BadRow, match=r"cannot be told|could not learn to stop"):
+        with pytest.raises(BadRow, match=r"cannot be located|would not learn to stop"):
             encode(tokenizer, messages)
     else:
         assert trained_text(tokenizer, encode(tokenizer, messages)) == expected
@@ -272,19 +272,19 @@ def test_question_is_not_trained_where_only_the_header_of_the_next_answer_is_spe
         "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}</s>"
     )
     named = [*PLAIN, {"role": "user", "content": "e", "name": "Ann"}, PLAIN[1]]
-    with pytest.raises(BadRow, match="could not learn to stop"):
+    with pytest.raises(BadRow, match="would not learn to stop"):
         encode(tokenizer_for(template), named)
 
 
 def test_template_that_leaves_out_tool_calls_is_refused():
     messages = [PLAIN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, PLAIN[1]]
-    with pytest.raises(BadRow, match="cannot be told"):
+    with pytest.raises(BadRow, match="cannot be located"):
         encode(TOKENIZERS["chatml"], messages)
 
 
 def test_template_that_leaves_out_the_words_beside_a_call_is_refused():
     messages = [PLAIN[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
-    with pytest.raises(BadRow, match="cannot be told"):
+    with pytest.raises(BadRow, match="cannot be located"):
         encode(TOKENIZERS["llama3"], messages)
 
 
@@ -305,7 +305,7 @@ TOKENIZER_WITH_REASONING = tokenizer_for(QWEN3)
 
 def test_template_without_an_end_of_turn_token_is_refused():
     tokenizer = tokenizer_for("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
-    with pytest.raises(BadRow, match="could not learn to stop"):
+    with pytest.raises(BadRow, match="would not learn to stop"):
         encode(tokenizer, PLAIN)
 
 
@@ -321,7 +321,7 @@ def test_template_without_an_end_of_turn_token_is_refused():
     ],
 )
 def test_template_that_fails_on_a_conversation_is_a_bad_row_with_its_words(expression: str, reason: str):
-    with pytest.raises(BadRow, match=f"refuses the conversation .*{reason}"):
+    with pytest.raises(BadRow, match=f"rejects the conversation .*{reason}"):
         encode(tokenizer_for("{{ " + expression + " }}" + CHATML), PLAIN)
 
 
@@ -334,7 +334,7 @@ def test_template_that_refuses_only_what_turns_are_found_with_still_trains():
 
 
 def test_tokenizer_with_several_templates_and_no_default_is_refused():
-    with pytest.raises(BadRow, match="none of them is the default"):
+    with pytest.raises(BadRow, match="several chat templates and no default"):
         encode(tokenizer_for({"tool_use": CHATML}), PLAIN)
 
 

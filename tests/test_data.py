@@ -85,8 +85,8 @@ def test_data_without_a_usable_row_are_refused_in_one_sentence_that_offers_no_ot
     with pytest.raises(InputError) as error:
         read(tmp_path / "rows.jsonl", '{"nothing": 1}\n' * 26, skip_bad_rows=skip_bad_rows)
     (problem,) = error.value.problems
-    assert "no row can be used." in problem
-    assert "the reasons of all 26 rows are in" in problem
+    assert "no usable row." in problem
+    assert "the reasons for all 26 rows are in" in problem
     assert "on_bad_row" not in problem
 
 
@@ -101,12 +101,12 @@ def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
 
 
 def test_skipping_never_leaves_an_empty_run(tmp_path: Path):
-    with pytest.raises(InputError, match=r"no row can be used\. .*rows\.jsonl:1: "):
+    with pytest.raises(InputError, match=r"no usable row\. .*rows\.jsonl:1: "):
         read(tmp_path / "rows.jsonl", "{broken", skip_bad_rows=True)
 
 
 def test_empty_file_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="there is no row"):
+    with pytest.raises(InputError, match="no rows found"):
         read(tmp_path / "rows.jsonl", "")
 
 
@@ -118,14 +118,14 @@ def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_b
     assert max(rows.lengths) == 32
     assert rows[1].uncut_tokens > 99
     line = dataset.describe(rows, "training")
-    assert "1 row cut" in line
-    assert "1 dropped" in line
+    assert "1 row truncated" in line
+    assert "1 dropped because no trained token was left" in line
     assert "rows.jsonl:3" in line
     assert "max_length 32" in next(dataset.rejected_lines(rows))
 
 
 def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match=r"raise data\.max_length"):
+    with pytest.raises(InputError, match=r"truncation to data\.max_length"):
         read(tmp_path / "rows.jsonl", GOOD, max_length=3)
 
 
@@ -156,7 +156,7 @@ def test_any_bytes_give_rows_or_an_error_with_a_line_number(tmp_path_factory: An
         rows = read(path, content + b"\n" + GOOD.encode() if good else content)
     except InputError as error:
         problem = error.problems[0]
-    assert len(rows) > 0 if problem is None else f"{path}:" in problem or "there is no row" in problem
+    assert len(rows) > 0 if problem is None else f"{path}:" in problem or "no rows found" in problem
 
 
 def test_split_by_a_fraction_keeps_every_row_on_its_side_whatever_is_added(tmp_path: Path):

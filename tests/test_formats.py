@@ -183,22 +183,22 @@ for _ in range(900):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a", "answer": None}, r"the keys 'prompt', 'answer' \(null\), which is none of the known formats"),
+        ({"prompt": "a", "answer": None}, r"the keys 'prompt', 'answer' \(null\), which match no known format"),
         (
             {},
-            "no keys, which is none of the known formats: messages .* sharegpt .* alpaca .* prompt-completion .* text",
+            "no keys, which match no known format: messages .* sharegpt .* alpaca .* prompt-completion .* text",
         ),
         ({"質問": "a", "\ud800": "b"}, r"the keys '質問', '\\ud800', which"),
         ([], "not an object"),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
         ({"conversations": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
-        ({"messages": "x"}, "`messages` holds no list of messages"),
-        ({"messages": []}, "`messages` holds no list of messages"),
-        ({"conversations": {}}, "`conversations` holds no list of messages"),
+        ({"messages": "x"}, "`messages` is not a list of messages"),
+        ({"messages": []}, "`messages` is not a list of messages"),
+        ({"conversations": {}}, "`conversations` is not a list of messages"),
         ({"messages": [USER, 3]}, "message 2 is not an object with role and content"),
         (
             {"messages": [USER, ANSWER, {"content": "a"}]},
-            r"message 3 has the role no text \(NoneType\); known roles are",
+            r"message 3 has the role of type NoneType; known roles are",
         ),
         ({"messages": [{**USER, "role": "usr"}]}, "message 1 has the role 'usr'; known roles are system, developer"),
         ({"messages": [{**USER, "role": DEEP}]}, "known roles are"),
@@ -209,38 +209,41 @@ for _ in range(900):
         ({"messages": [USER, {"role": "tool"}, ANSWER]}, r"message 2 \(tool\) has no text"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
         ({"messages": [{**USER, "content": ["a"]}]}, "a part without a type"),
-        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "a text part without a text"),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "a text part without text"),
         ({"messages": [USER]}, "no assistant turn"),
         ({"messages": [ANSWER]}, "begins with the assistant"),
         ({"messages": [{**USER, "role": "system"}, ANSWER, USER, ANSWER]}, "begins with the assistant"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn is marked"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn is excluded"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "neither 0 nor 1"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "neither true nor false"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": {}}]}, "tool_calls that are no list"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": ["look"]}]}, "without the name of a function"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"arguments": {}}}]}]}, "without the name"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": {}}]}, "tool_calls that are not a list"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": ["look"]}]}, "without a function name"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"arguments": {}}}]}]}, "without a function name"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "{"}}]}, "neither an object nor"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "[1]"}}]}, "neither an object nor"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": {"a": DEEP}}}]}, "too deeply"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a"}, "tool_calls": [CALL]}]}, "keep one of them"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "a", "arguments": {"a": b"x"}}]}]}, "type bytes"),
-        ({"messages": [USER, ANSWER], "tools": "[{"}, "`tools` holds no list of objects"),
-        ({"messages": [USER, ANSWER], "tools": ["look"]}, "`tools` holds no list of objects"),
-        ({"messages": [{**USER, "role": "system"}, USER, ANSWER], "system": "a"}, "beside a system message"),
-        ({"messages": [USER, ANSWER], "system": 3}, "`system` holds no text"),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, "message 1 is from 'alien'; known are human"),
+        ({"messages": [USER, ANSWER], "tools": "[{"}, "`tools` is neither a list of objects"),
+        ({"messages": [USER, ANSWER], "tools": ["look"]}, "`tools` is neither a list of objects"),
+        (
+            {"messages": [{**USER, "role": "system"}, USER, ANSWER], "system": "a"},
+            "both a key `system` and a system message",
+        ),
+        ({"messages": [USER, ANSWER], "system": 3}, "`system` has no text"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "message 1 is from 'alien'; known senders are human"),
         ({"conversations": [{"from": None, "value": "a"}]}, "message 1 has no key `from`"),
         ({"conversations": [{"from": "human"}]}, r"message 1 \(user\) has no text as content"),
-        ({"conversations": [{"from": "function_call", "value": "look"}]}, "no JSON with a name and arguments"),
-        ({"instruction": "", "output": "a"}, "`instruction` holds no text"),
-        ({"instruction": "a", "output": " "}, "`output` holds no text"),
-        ({"instruction": "a", "output": "b", "history": [["c"]]}, "no list of pairs"),
-        ({"prompt": "a", "completion": ""}, "`completion` holds no text"),
-        ({"prompt": "", "completion": "a"}, "`prompt` holds no text"),
-        ({"prompt": [USER], "completion": "a"}, "neither both texts nor both lists"),
-        ({"prompt": [USER, ANSWER], "completion": [USER]}, "every assistant turn is marked"),
-        ({"text": "\n"}, "`text` holds no text"),
-        ({"text": ["a"]}, "`text` holds no text"),
+        ({"conversations": [{"from": "function_call", "value": "look"}]}, "not JSON with a name and arguments"),
+        ({"instruction": "", "output": "a"}, "`instruction` has no text"),
+        ({"instruction": "a", "output": " "}, "`output` has no text"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "not a list of pairs"),
+        ({"prompt": "a", "completion": ""}, "`completion` has no text"),
+        ({"prompt": "", "completion": "a"}, "`prompt` has no text"),
+        ({"prompt": [USER], "completion": "a"}, "must both be texts or both be lists"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "every assistant turn is excluded"),
+        ({"text": "\n"}, "`text` has no text"),
+        ({"text": ["a"]}, "`text` has no text"),
     ],
 )
 def test_row_that_cannot_be_trained_is_refused_with_the_reason(row: Any, reason: str):
@@ -260,7 +263,7 @@ def test_row_that_cannot_be_trained_is_refused_with_the_reason(row: Any, reason:
     ],
 )
 def test_row_without_the_keys_of_the_named_format_is_refused_naming_the_key(format: str, key: str):
-    with pytest.raises(BadRow, match=f"the key `{key}` is missing, which the format {format} needs; the row has"):
+    with pytest.raises(BadRow, match=f"the key `{key}`, required by the format {format}, is missing; the row has"):
         convert({"a": 1}, format)
 
 
@@ -278,12 +281,12 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("character", "reason"),
-    [("\0", "a NUL character"), ("\ud83d", "half a surrogate"), ("\U000f0000", "private"), ("\U0010ffff", "private")],
+    [("\0", "a NUL character"), ("\ud83d", "unpaired surrogate"), ("\U000f0000", "private"), ("\U0010ffff", "private")],
 )
 def test_characters_that_no_text_holds_are_refused_wherever_they_would_be_rendered(
     place: str, character: str, reason: str
 ):
-    with pytest.raises(BadRow, match=rf"^message \d \(\w+\) holds .*{reason}"):
+    with pytest.raises(BadRow, match=rf"^message \d \(\w+\) contains .*{reason}"):
         example(*PLACES[place](f"a{character}木"))
     example(*PLACES[place]("a木🌲\ue000\U000effff\x01\uffff"))
 
@@ -300,7 +303,7 @@ def test_characters_that_no_text_holds_are_refused_wherever_they_would_be_render
     ],
 )
 def test_characters_that_no_text_holds_are_refused_in_every_format(row: dict[str, Any]):
-    with pytest.raises(BadRow, match=r"holds (a NUL|half a surrogate pair or a private) character"):
+    with pytest.raises(BadRow, match=r"contains (a NUL|an unpaired surrogate or a private-use) character"):
         convert(row, "auto")
 
 

@@ -159,17 +159,17 @@ def test_line_above_the_limit_is_a_fault_and_the_next_one_is_read():
 
 def test_pretty_printed_object_is_one_rejection_that_says_what_to_do(tmp_path: Path):
     item = rejected(everything(tmp_path / "rows.json", json.dumps({"data": ROWS}, indent=2).encode()))
-    assert "write an array of objects, or one object a line" in item.reason
+    assert "write an array of objects, or one object per line" in item.reason
 
 
 @pytest.mark.parametrize(
     ("content", "expected", "reason"),
     [
         (b'[{"a": 1},\n 3,\n{"a": 2}]', ["1", "!2", "3"], "not an object"),
-        (b'[{"a": 1},\n{"a": oops},\n{"a": 2}]', ["1", "!2"], "broken JSON, and the array cannot be read on"),
+        (b'[{"a": 1},\n{"a": oops},\n{"a": 2}]', ["1", "!2"], "broken JSON, and the rest of the array cannot be read"),
         (b'[{"a": 1}\n{"a": 2}]', ["1", "!2"], "neither a comma nor its end"),
         (b'[{"a": 1},\n{"a": 2}', ["1", "2", "!2"], "neither a comma nor its end"),
-        (b'[{"a": 1}]\n\n{"a": 2}', ["1", "!3"], "follows the end"),
+        (b'[{"a": 1}]\n\n{"a": 2}', ["1", "!3"], "after the end"),
         (b'[{"a": 1},\n{"a": "\xff"}]', ["!2"], "not UTF-8"),
         (b"[\n" + b"[" * 100_000, ["!2"], "nested too deeply|broken"),
     ],
@@ -197,7 +197,7 @@ def test_blank_file_gives_nothing(tmp_path: Path, name: str, content: bytes):
         (b"a\rb,1", "not CSV (new-line character seen in unquoted field)"),
         (b"\xff,1", "not UTF-8"),
         (b"a\0,1", "NUL"),
-        (b'"\n\xff\n",1', "not UTF-8 (line 5, byte 1); it goes on to line 6"),
+        (b'"\n\xff\n",1', "not UTF-8 (line 5, byte 1); it continues to line 6"),
     ],
 )
 def test_bad_row_of_a_table_is_rejected_and_the_rest_is_read(tmp_path: Path, row: bytes, reason: str):
@@ -210,7 +210,7 @@ def test_bad_row_of_a_table_is_rejected_and_the_rest_is_read(tmp_path: Path, row
 def test_quote_that_is_never_closed_is_rejected_with_the_lines_it_swallows(tmp_path: Path):
     found = everything(tmp_path / "rows.csv", b'text,n\nx,1\n"a,1\ny,2\nz,3\n')
     assert places(found) == ["2", "!3"]
-    assert "it goes on to line 5" in rejected(found).reason
+    assert "it continues to line 5" in rejected(found).reason
 
 
 @pytest.mark.parametrize("header", [b"a,a\n", b"a,\n", b"\xff,a\n"])
@@ -256,7 +256,7 @@ def test_packed_file_cut_short_is_rejected_where_it_ends(tmp_path: Path, name: s
     found = everything(tmp_path / (name + suffix), packed[: len(packed) * 2 // 3])
     item = rejected(found)
     assert found[-1] == item or name == "rows.txt"
-    assert "damaged or cut short" in item.reason
+    assert "damaged or truncated" in item.reason
     if name != "rows.json":
         assert len(found) > 3 if name == "rows.txt" else len(found) > 1000
         assert item.source.endswith(f":{len(found) + (name == 'rows.csv')}") or name == "rows.txt"
@@ -272,7 +272,7 @@ def test_broken_parquet_file_is_rejected(tmp_path: Path, kept: float):
     content = FILES["rows.parquet"]
     found = everything(tmp_path / "rows.parquet", content[: int(kept * len(content) if kept < 1 else kept)])
     assert places(found) == ["!row 1"]
-    assert "damaged or cut short" in rejected(found).reason
+    assert "damaged or truncated" in rejected(found).reason
 
 
 def test_keys_that_arrow_fills_with_nulls_are_absent(tmp_path: Path):
@@ -312,10 +312,10 @@ def test_missing_and_unknown_sources_are_told_before_anything_is_read(tmp_path: 
         "absent/rows.jsonl": "no such data file or folder",
         "./absent": "no such data file or folder",
         "imdb": "no such data file or folder",
-        str(tmp_path / "rows.xlsx"): "known are .jsonl",
-        str(tmp_path / "rows.parquet.gz"): "known are .jsonl",
-        str(tmp_path / "empty"): "holds no data file",
-        str(tmp_path / "*.csv"): "no data file has a name like this",
+        str(tmp_path / "rows.xlsx"): "known suffixes are .jsonl",
+        str(tmp_path / "rows.parquet.gz"): "known suffixes are .jsonl",
+        str(tmp_path / "empty"): "contains no data file",
+        str(tmp_path / "*.csv"): "no data file matches",
     }
     found = problems([Source(str(good)), Source("owner/name"), *(Source(path) for path in expected)])
     assert len(found) == len(expected)

@@ -129,7 +129,7 @@ def test_token_that_the_model_does_not_know_is_refused(tmp_path: Path):
 
 def test_settings_that_a_stream_cannot_have_are_refused():
     assert streaming.problems(["held_out.jsonl"], 10) == []
-    assert [problem.split()[-1] for problem in streaming.problems(0.1, None)] == ["out.", "train.steps."]
+    assert [problem.split()[-1] for problem in streaming.problems(0.1, None)] == ["data.", "train.steps."]
 
 
 def test_recipe_trains_on_a_stream_and_writes_what_it_skipped(model_folder: Path, held_out: Path, tmp_path: Path):

@@ -30,7 +30,7 @@ ENDLESS = {
 }
 LARGE = {
     "a text that is multiplied": ("{{ 'a' * 10 ** 10 }}", "needs more than 4 GiB of memory"),
-    "a text for each message": ("{% for m in messages %}{{ 'a' * 10 ** 6 }}{% endfor %}", "makes more than 1,00"),
+    "a text for each message": ("{% for m in messages %}{{ 'a' * 10 ** 6 }}{% endfor %}", "renders more than 1,00"),
 }
 
 

@@ -1,7 +1,7 @@
-"""Rows of the model's input, and the batches that they make.
+"""Rows of the model's input, and the batches they form.
 
-A row of the input is a document, or with packing several: ``Batches`` says which stand in which optimizer step, and
-``finetune.data.collation`` makes tensors of them.
+A row of the input is one document, or several with packing. ``Batches`` knows which rows belong to which optimizer
+step, and ``finetune.data.collation`` makes tensors of them.
 """
 
 import math
@@ -28,11 +28,11 @@ class Batch:
     total_tokens: int
     """Positions that all processes compute, padding included."""
     sources: Callable[[], list[str]] = field(compare=False)
-    """Tells ``file:line`` of each row of the input, of all its documents where it has several."""
+    """Returns ``file:line`` of each row of the input, for all of its documents."""
 
 
 class Batches:
-    """Which documents are trained in which step: a function of (seed, epoch, step) alone, for any number of processes.
+    """Which documents are trained in which step: a function of (seed, epoch, step) only, for any number of processes.
 
     Args:
         rows: the documents.
@@ -100,7 +100,7 @@ class Batches:
         return float(self.rows.lengths.mean())
 
     def newly_rejected(self) -> Iterator[str]:
-        """Records that are not trained, as lines of JSON, each told once."""
+        """Unused records as lines of JSON, each returned once."""
         lines, self._rejected = self._rejected, iter(())
         return lines
 

@@ -1,8 +1,8 @@
-"""A conversation as text, with the stretches that the assistant wrote: its words and the end of its turn.
+"""A conversation as text, with the spans that the assistant wrote: its words and the end of its turn.
 
-They are found by rendering, with any chat template, and verified against the text; never guessed. Where the template
-marks them itself (``{% generation %}``), its marks are taken. Limit: a template that renders an answer otherwise than
-as it stands (but for white space around it) is refused, unless it marks what it makes of it.
+Spans are found by rendering, with any chat template, and verified against the text; never guessed. If the template
+marks them itself (``{% generation %}``), its marks are used. Limit: a template that changes an answer (other than white
+space around it) is refused, unless it marks the result.
 
 Example, ChatML: "a b" answered by "c d" renders to ``<|im_start|>user\\na b<|im_end|>\\n<|im_start|>assistant\\nc d
 <|im_end|>\\n`` (in one line). A second rendering with a mark in place of each content gives the three parts around
@@ -42,7 +42,7 @@ class ChatTemplate:
             BadRow: if the template refuses the conversation, or does not let its answers be found.
         """
         if len(messages) > _MOST_MESSAGES:
-            raise BadRow(f"it has {len(messages):,} messages, and {_MOST_MESSAGES:,} can be told apart; divide it")
+            raise BadRow(f"it has {len(messages):,} messages, and at most {_MOST_MESSAGES:,} are supported; split it")
         if self.renderer.marks(tools):
             return self._marked_by_template(self.renderer.marked_text(messages, tools), messages)
         text = self.text(messages, tools)
@@ -54,8 +54,8 @@ class ChatTemplate:
             if turns is not None:
                 return text, turns
         raise BadRow(
-            "the chat template does not render the assistant's messages as they stand, so the trained tokens cannot be "
-            f"told; {_USE_ANOTHER}"
+            "the chat template does not render the assistant's messages verbatim, so the trained tokens cannot be "
+            f"located; {_USE_ANOTHER}"
         )
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
@@ -75,8 +75,8 @@ class ChatTemplate:
             _says(text[first:end], answer) for answer, (first, end) in zip(answers, turns)
         ):
             raise BadRow(
-                f"the chat template marks {marks.count(BEGINS)} stretches as generated, where the assistant speaks "
-                f"{len(answers)} times, or other words than its own; mend its generation marks"
+                f"the chat template marks {marks.count(BEGINS)} spans as generated, but the assistant speaks "
+                f"{len(answers)} times or in other words; fix its generation marks"
             )
         return text, [(first, self._end_of_marked(text, first, end)) for first, end in turns]
 
@@ -222,5 +222,5 @@ def _says(turn: str, message: Message) -> bool:
 
 def _no_end(what: str) -> str:
     return (
-        f"the chat template ends {what} without a special token, so the model could not learn to stop; {_USE_ANOTHER}"
+        f"the chat template ends {what} without a special token, so the model would not learn to stop; {_USE_ANOTHER}"
     )

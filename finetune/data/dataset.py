@@ -1,6 +1,6 @@
-"""Data of a run: sources to training rows and held-out rows, and what there is to say of them.
+"""Data of a run: from sources to training rows and held-out rows.
 
-Every process asks for them before the process group exists: one prepares, the others wait for its file.
+Every process asks for them before the process group exists: one prepares them, the others wait for its file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,14 +26,14 @@ def read_rows(
     skip_bad_rows: bool = False,
     tell: Callable[[str, int], None] = lambda doing, rows: None,
 ) -> Rows:
-    """All rows of the sources, tokenised and masked, from the cache where they are known.
+    """All rows of the sources, tokenised and masked, from the cache if they are in it.
 
     Args:
-        tell: told what is done, and after how many rows; see ``preparation.prepare``.
+        tell: called with the current activity and the number of rows so far; see ``preparation.prepare``.
 
     Raises:
-        InputError: if a row cannot be used and none is to be skipped, naming the first ten by ``file:line`` and reason;
-            if no row is left; if a source cannot be read.
+        InputError: if a row cannot be used and ``skip_bad_rows`` is off, naming the first ten by ``file:line`` and
+            reason; if no row is left; if a source cannot be read.
     """
     rows = Rows(prepare(entries, tokenizer, settings, tell=tell))
     if not len(rows):
@@ -44,9 +44,9 @@ def read_rows(
 
 
 def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
-    """Sources that a configuration names, by a text or a list of texts and of objects with ``Source``'s fields.
+    """Sources of a configuration: a string, or a list of strings and of objects with ``Source``'s fields.
 
-    A fraction, which stands in the place of held-out sources, names none.
+    A fraction of the training rows in place of held-out sources gives no sources.
     """
     listed = [] if entries is None or isinstance(entries, float) else [entries] if isinstance(entries, str) else entries
     return [Source(entry) if isinstance(entry, str) else Source(**dict(entry)) for entry in listed]
@@ -55,7 +55,7 @@ def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]
 def read_some(
     entries: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Settings, **manner: Any
 ) -> Rows | None:
-    """``read_rows``, or nothing where no source is named."""
+    """``read_rows``, or None without sources."""
     return read_rows(entries, tokenizer, settings, **manner) if entries else None
 
 
@@ -66,10 +66,10 @@ def load(
     settings: Settings,
     **manner: Any,
 ) -> tuple[Rows, Rows | None]:
-    """Training rows, repeated as their sources' weights say, and held-out rows where there are some.
+    """Training rows, repeated by the weights of their sources, and held-out rows if there are any.
 
     Args:
-        held_out: sources, or the fraction of the training rows.
+        held_out: sources, or a fraction of the training rows.
         manner: ``skip_bad_rows`` and ``tell`` of ``read_rows``.
 
     Raises:
@@ -85,7 +85,7 @@ def load(
 
 
 def rejected_problem(rejected: int, rest: int) -> str:
-    """What to do about rows that cannot be used, where others can."""
+    """What to do if some rows cannot be used."""
     count = f"{rejected:,} row{'s' if rejected > 1 else ''}"
     return f"{count} cannot be used; fix or remove them, or train on the other {rest:,} with --data.on_bad_row skip."
 
@@ -103,18 +103,21 @@ def _refusal(rows: Rows) -> list[str]:
 def _why_empty(rows: Rows, max_length: int) -> str:
     dropped, rejected = rows.summary["dropped"], rows.summary["rejected"]
     if dropped and not rejected:
-        return f"all {dropped:,} rows lost their trained tokens at data.max_length {max_length}; raise data.max_length."
+        return (
+            f"none of the {dropped:,} rows has a trained token left after truncation to data.max_length "
+            f"{max_length}; raise it."
+        )
     if rejected:
         source, reason = rows.summary["first_rejected"][0]
         every = (
-            f"; the reasons of all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
+            f"; the reasons for all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
         )
-        return f"no row can be used. {source}: {reason}{every}."
-    return "there is no row; give a file that holds some."
+        return f"no usable row. {source}: {reason}{every}."
+    return "no rows found; give a file that has some."
 
 
 def split(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """Training and held-out rows, each row on a side by its hash: the same in every run, whatever else is added.
+    """Training and held-out rows, split by the hash of each row: the same in every run, whatever rows are added.
 
     Raises:
         InputError: if one side is empty.
@@ -122,16 +125,16 @@ def split(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     held_out = rows.column("split_hash").astype(np.float64) / _WHOLE < fraction
     if held_out.all() or not held_out.any():
         raise InputError(
-            f"data.eval {fraction} leaves {int((~held_out).sum())} rows to train on and {int(held_out.sum())} held "
-            f"out, of {len(rows)}; choose another fraction, or name a file."
+            f"data.eval {fraction} splits {len(rows)} rows into {int((~held_out).sum())} for training and "
+            f"{int(held_out.sum())} held out; choose another fraction, or name a file."
         )
     return rows.choose(np.flatnonzero(~held_out)), rows.choose(np.flatnonzero(held_out))
 
 
 def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
-    """Rows repeated as often as the weight of their source says, one pass over them after another.
+    """Rows repeated by the weight of their source, one pass after the other.
 
-    Of a fraction, those whose hash falls below it: the hash of their tokens, which knows nothing of that of a split.
+    A fractional weight keeps the rows whose token hash falls below it; that hash is independent of the split's.
 
     Raises:
         InputError: if no row is left.
@@ -143,17 +146,17 @@ def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
     copies = weight.astype(np.int64) + extra
     chosen = np.concatenate([np.flatnonzero(copies > taken) for taken in range(max(1, copies.max()))])
     if not len(chosen):
-        raise InputError(f"The weights {list(weights)} of data.train leave none of {len(rows)} rows; raise them.")
+        raise InputError(f"The weights {list(weights)} in data.train leave none of the {len(rows)} rows; raise them.")
     return rows.choose(chosen)
 
 
 def shared_with(held_out: Rows, train: Rows) -> int:
-    """Held-out rows whose tokens stand among the training rows too."""
+    """Number of held-out rows whose tokens also appear in the training rows."""
     return int(np.isin(held_out.column("token_hash"), train.column("token_hash")).sum())
 
 
 def describe(rows: Rows, purpose: str) -> str:
-    """A line for the run's output."""
+    """One line for the run's output."""
     summary = rows.summary
     formats = ", ".join(summary["formats"])
     trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
@@ -161,18 +164,18 @@ def describe(rows: Rows, purpose: str) -> str:
     whose = "" if rows.chosen is None else " of all"
     if summary["truncated"]:
         count = summary["truncated"]
-        text += f"; {count:,} row{'s' if count > 1 else ''}{whose} cut at max_length"
+        text += f"; {count:,} row{'s' if count > 1 else ''}{whose} truncated at max_length"
     if summary["dropped"]:
         count, first = summary["dropped"], summary["first_dropped"]
         more = ", ..." if count > 3 else ""
-        text += f"; {count:,}{whose} dropped, no trained token left ({', '.join(first[:3])}{more})"
+        text += f"; {count:,}{whose} dropped because no trained token was left ({', '.join(first[:3])}{more})"
     if summary["rejected"]:
         text += f"; {summary['rejected']:,}{whose} rejected"
     return text
 
 
 def rejected_lines(rows: Rows | None) -> Iterator[str]:
-    """Each record that is not trained, with its source and the reason, as a line of JSON."""
+    """Each unused record with its source and the reason, as a line of JSON."""
     if rows is not None:
         with (rows.folder / "rejected.jsonl").open(encoding="utf-8") as file:
             yield from map(str.rstrip, file)

@@ -1,7 +1,7 @@
-"""Examples to rows: tokens, and which of them are trained.
+"""From examples to rows: tokens, and which of them are trained.
 
-The mask is kept by position, never by token id, so that a PAD token that equals the end of a turn cannot hide it.
-Each trained stretch is decoded again and compared with the text that it stands for.
+The mask is stored by position, never by token id, so that a PAD token that equals the end-of-turn token cannot hide it.
+Each trained span is decoded again and compared with its text.
 
 Example: the turn of characters 53 to 66 from ``chat_template``. With a tokenizer that makes 19 tokens of that text, the
 turn's are ``c``, `` ``, ``d`` and ``<|im_end|>``, numbers 14 to 17: ``spans`` is [(14, 18)] and 4 tokens are trained.
@@ -27,7 +27,7 @@ from finetune.errors import BadRow
 
 _FIRST_SHIELD = 0xF0000  # Unicode's first private plane: finetune.data.formats lets no text have them
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template to render a conversation with; set data.chat_template to a Jinja file, or "
+    "the tokenizer has no chat template to render conversations with; set data.chat_template to a Jinja file, or "
     "start from the model's instruction-tuned version"
 )
 
@@ -39,13 +39,13 @@ class Row:
     tokens: np.ndarray
     """Of shape (tokens,), int32."""
     spans: list[Span]
-    """Stretches of trained tokens, in order; never the first token, which nothing predicts."""
+    """Spans of trained tokens, in order; never the first token, which nothing predicts."""
     source: str
     """``file:line`` it came from."""
     prompt_tokens: int = 0
     """Tokens before the last answer; 0 where there is none."""
     question: str = ""
-    """What the last answer answers, for people to read."""
+    """The question of the last answer, for display."""
     uncut_tokens: int = 0
     """Tokens before the row was cut at ``max_length``."""
 
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to be tokenised, and its trained stretches in characters."""
+    """A text to tokenise, and its trained spans in characters."""
 
     text: str
     turns: list[Span]
@@ -79,7 +79,7 @@ class _Tokens:
 
     ids: list[int]
     offsets: Callable[[], list[Span]]
-    """Asked for only where the special tokens do not tell where a stretch begins: it costs a third of the time."""
+    """Asked for only if the special tokens do not show where a span begins: it costs a third of the time."""
 
 
 class Encoder:
@@ -113,7 +113,7 @@ class Encoder:
 
     @cached_property
     def literal(self) -> Tokenizer:
-        """Takes special strings for text."""
+        """Treats special strings as text."""
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -126,10 +126,10 @@ class Encoder:
         return tokenizer
 
     def encode(self, examples: Sequence[tuple[str, Example]]) -> list[list[Row] | BadRow]:
-        """Rows of each (source, example), or why it cannot be trained. Only a text may give several rows.
+        """Rows of each (source, example), or why it cannot be used. Only plain text may give several rows.
 
         Raises:
-            InputError: if the chat template needs more time or memory than it may.
+            InputError: if the chat template exceeds its limits of time or memory.
         """
         texts = self._texts(examples)
         plain = [i for i, text in enumerate(texts) if isinstance(text, _Text) and examples[i][1].messages is None]
@@ -172,7 +172,7 @@ class Encoder:
         return _Text(text, turns, example.prompt)
 
     def _texts(self, examples: Sequence[tuple[str, Example]]) -> list[_Text | BadRow]:
-        """What is to be tokenised of each example; all conversations are rendered at once."""
+        """The text to tokenise of each example; all conversations are rendered at once."""
         if self.template is None:
             return [
                 self._plain(example) if example.messages is None else BadRow(_NO_TEMPLATE) for _, example in examples
@@ -204,7 +204,7 @@ class Encoder:
         return _Text(text, turns, question, asked.messages != messages or asked.tools != example.tools)
 
     def _shield(self, value: Any) -> Any:
-        """The same value with a private character in place of each string that the tokenizer takes for special."""
+        """The same value with a private-use character in place of each string that the tokenizer treats as special."""
         if isinstance(value, str):
             assert self.template is not None
             return self.template.special.sub(lambda found: self.shield_of[found[0]], value)
@@ -235,8 +235,8 @@ class Encoder:
     def _plain_rows(self, source: str, example: Example, text: _Text, found: _Tokens) -> list[Row]:
         if self.eos is None:
             raise BadRow(
-                "the tokenizer has no end-of-sequence token, so the model could not learn to stop; set model.tokenizer "
-                "to one that has"
+                "the tokenizer has no end-of-sequence token, so the model would not learn to stop; set model.tokenizer "
+                "to one that has it"
             )
         first = self._tokens_of(text, text.turns[0], found)[0] if example.prompt else 0
         first += len(self.begin)
@@ -251,9 +251,9 @@ class Encoder:
         return [self._cut(piece, [(0, len(piece))], source) for piece in pieces]
 
     def _between_specials(self, text: _Text, turn: Span, tokens: list[int]) -> Span | None:
-        """Where a stretch should stand that ends with a special token, by the special tokens alone; to be verified.
+        """Where a span that ends with a special token should be, from the special tokens alone; to be verified.
 
-        What stands between the special token before it and the stretch is taken for as many tokens as it has alone.
+        The text between the preceding special token and the span counts as many tokens as it has by itself.
         """
         if self.template is None or text.shielded:
             return None
@@ -268,7 +268,7 @@ class Encoder:
         return int(places[before]) + 1 + self._tokens_between[between], int(places[last]) + 1
 
     def _tokens_of(self, text: _Text, turn: Span, found: _Tokens) -> Span:
-        """Tokens of a stretch of the text.
+        """Tokens of a span of the text.
 
         Raises:
             BadRow: if they do not decode to it.
@@ -280,7 +280,7 @@ class Encoder:
             return plain
         tokens, offsets = found.ids, found.offsets()
         first, end = bisect_left(offsets, (turn[0], -1)), bisect_left(offsets, (turn[1], -1))
-        # a token that begins before the stretch belongs to it, unless it is a special one that swallowed white space
+        # a token that begins before the span belongs to it, unless it is a special one that swallowed white space
         while first > 0 and offsets[first - 1][1] > turn[0] and tokens[first - 1] not in self.special_ids:
             first -= 1
         begins = min(offsets[first][0], turn[0]) if first < end else turn[0]
@@ -291,7 +291,7 @@ class Encoder:
         if decoded != meant and _without_spaces(decoded) != _without_spaces(meant):
             raise BadRow(
                 f"the tokenizer cannot represent an answer: {_short(meant)} becomes {_short(decoded)}; set "
-                "model.tokenizer to one that knows its characters"
+                "model.tokenizer to one that covers its characters"
             )
         return first, end
 
@@ -315,7 +315,7 @@ def _offsets(found: Encoding) -> list[Span]:
 
 
 def _without_spaces(text: str) -> str:
-    """Text as tokenizers agree on it: some bring characters to one form, and some take or add spaces at the edges."""
+    """Text as all tokenizers agree on it: some normalise characters, and some remove or add spaces at the edges."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 

@@ -28,34 +28,34 @@ RECORDS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides, beside files and tokenizer, how rows come out."""
+    """Settings that change the rows, beside files and tokenizer."""
 
     max_length: int
-    """Tokens of a row, at most."""
+    """Maximum tokens of a row."""
     format: str = "auto"
     """One of ``formats.FORMATS``, or auto."""
     train_on: str = "assistant"
     """assistant, last or all."""
     split_key: str | None = None
-    """Field whose value decides, in place of the whole row, on which side of a train/eval split the row falls."""
+    """Field whose value, instead of the whole row, decides the side of a train/eval split."""
 
 
 @dataclass
 class Encoded:
-    """What became of some consecutive records."""
+    """The results of some consecutive records."""
 
     rows: list[Row] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     split_hashes: list[int] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
     refused: list[tuple[int, Rejected, bool]] = field(default_factory=list)
-    """Position of the record, why it is not trained, and whether that is for want of room alone."""
+    """Position of the record, why it is not used, and whether only because ``max_length`` left no trained token."""
 
 
 def first_rows(
     entries: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Settings, *, count: int
 ) -> list[Row]:
-    """The first rows of the sources, past the cache; rows that cannot be used are left out."""
+    """The first usable rows of the sources, without the cache."""
     encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
     return list(islice((row for batch in encoded(entries, encoder, settings) for row in batch.rows), count))
 
@@ -141,7 +141,7 @@ def _reject(record: Record, reason: str) -> Rejected:
 
 @contextmanager
 def rarely_collecting_garbage() -> Iterator[None]:
-    """Let Python look for cycles seldom, and not among what the libraries hold (a sixth of the time)."""
+    """Collect garbage rarely, and not among the objects of libraries (saves a sixth of the time)."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(50_000, *before[1:])

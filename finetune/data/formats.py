@@ -1,7 +1,7 @@
-"""A record to an example: the formats that fine-tuning data come in, brought to one form.
+"""From a record to an example: the usual formats of fine-tuning data, converted to one form.
 
-``detect`` names the format by the keys of a record, ``convert`` gives the example or says why there is none.
-Limits: text only; keys that no chat template renders (scores, ids of the row, dates) are left out.
+``detect`` finds the format from the keys of a record, ``convert`` returns the example or raises the reason why not.
+Limits: text only; keys that no chat template renders (scores, row ids, dates) are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Example:
-    """What is trained: a conversation, or a text after a prompt."""
+    """What is trained on: a conversation, or a text with an optional prompt."""
 
     messages: list[dict[str, Any]] | None
     """Each with ``role``, ``content`` (a string), ``tool_calls`` where there are any, and its other string keys;
@@ -49,7 +49,7 @@ class Example:
 
 
 def detect(value: Any) -> str | None:
-    """The format of a record by its keys, one of ``FORMATS``; ``None`` if none fits. A key with null is no key."""
+    """The format of a record by its keys, one of ``FORMATS``; ``None`` if none fits. Keys with null do not count."""
     if not isinstance(value, dict):
         return None
     keys = {key for key, item in value.items() if item is not None}
@@ -71,7 +71,7 @@ def convert(value: Any, format: str) -> Example:
         format: one of ``FORMATS``, or ``auto`` to detect it per record.
 
     Raises:
-        BadRow: if the record is not of the format, or holds nothing that can be trained, with the reason.
+        BadRow: with the reason, if the record does not have the format or contains nothing to train on.
     """
     name = detect(value) if format == "auto" else format
     if not isinstance(value, dict):
@@ -85,10 +85,10 @@ def _unknown(value: dict[str, Any]) -> str:
     if value.get("chosen") is not None and value.get("rejected") is not None:
         return (
             "the row is a preference pair (chosen and rejected), not an example for supervised fine-tuning; "
-            "make conversations of the chosen answers first"
+            "convert the chosen answers to conversations first"
         )
     return (
-        f"the row has {_seen(value)}, which is none of the known formats: messages (key messages), "
+        f"the row has {_seen(value)}, which match no known format: messages (key messages), "
         "sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text)"
     )
 
@@ -101,26 +101,26 @@ def _seen(value: dict[str, Any]) -> str:
 def _require(value: dict[str, Any], format: str, keys: Iterable[str]) -> None:
     for key in keys:
         if value.get(key) is None:
-            raise BadRow(f"the key `{key}` is missing, which the format {format} needs; the row has {_seen(value)}")
+            raise BadRow(f"the key `{key}`, required by the format {format}, is missing; the row has {_seen(value)}")
 
 
 def _text(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str) or not text.strip():
-        raise BadRow(f"the key `{key}` holds no text")
+        raise BadRow(f"the key `{key}` has no text")
     return text
 
 
 def _optional_text(value: dict[str, Any], key: str) -> str:
-    """A text that may be absent; blank, as tables give it, is absent too."""
+    """A text that may be absent; a blank one, as in tables, counts as absent."""
     text = value.get(key) or ""
     if not isinstance(text, str):
-        raise BadRow(f"the key `{key}` holds no text")
+        raise BadRow(f"the key `{key}` has no text")
     return text if text.strip() else ""
 
 
 def _turns(value: dict[str, Any]) -> Any:
-    """The turns of a conversation, as they stand or parsed from JSON text (a table holds nothing else)."""
+    """The turns of a conversation, as they are or parsed from JSON text (the only form a table can store)."""
     turns = value.get("messages")
     if turns is None:
         turns = value.get("conversations")
@@ -131,13 +131,13 @@ def _conversation(
     turns: Any, value: dict[str, Any], *, key: str = "messages", untrained_until: int = 0, system: str = ""
 ) -> Example:
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"the key `{key}` holds no list of messages")
+        raise BadRow(f"the key `{key}` is not a list of messages")
     messages, untrained = canonical_messages(turns)
     untrained |= {i for i in range(untrained_until) if messages[i]["role"] == "assistant"}
     if not system:
         return _example(messages, value, untrained)
     if messages[0]["role"] == "system":
-        raise BadRow("there is a key `system` beside a system message; keep one of them")
+        raise BadRow("the row has both a key `system` and a system message; keep one of them")
     [first], _ = canonical_messages([{"role": "system", "content": system}])
     return _example([first, *messages], value, {i + 1 for i in untrained})
 
@@ -145,11 +145,11 @@ def _conversation(
 def _example(messages: list[dict[str, Any]], value: dict[str, Any], untrained: set[int]) -> Example:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise BadRow("there is no assistant turn, so nothing to train on")
+        raise BadRow("there is no assistant turn, so there is nothing to train on")
     if all(message["role"] in ("system", "developer") for message in messages[: answers[0]]):
-        raise BadRow("it begins with the assistant, so there is nothing that its answer could follow from")
+        raise BadRow("it begins with the assistant, so the first answer has no question")
     if untrained.issuperset(answers):
-        raise BadRow("every assistant turn is marked as not to be trained")
+        raise BadRow("every assistant turn is excluded from training")
     tools = canonical_tools(value)
     return Example(messages, tools, frozenset(untrained))
 
@@ -176,7 +176,7 @@ def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         seen = f"is from {repr(speaker)[:40]}" if isinstance(speaker, str) else "has no key `from` with a text"
-        raise BadRow(f"message {number} {seen}; known are {', '.join(_SHAREGPT_ROLES)}")
+        raise BadRow(f"message {number} {seen}; known senders are {', '.join(_SHAREGPT_ROLES)}")
     message = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if speaker != "function_call":
         return {**message, "role": role, "content": turn.get("value")}
@@ -184,7 +184,7 @@ def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
     if isinstance(calls, str):
         calls = parsed(calls)
     if not isinstance(calls, dict | list) or not calls:
-        raise BadRow(f"message {number} (function_call) is no JSON with a name and arguments")
+        raise BadRow(f"message {number} (function_call) is not JSON with a name and arguments")
     return {**message, "role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
@@ -193,7 +193,7 @@ def _from_alpaca(value: dict[str, Any]) -> Example:
     turns: list[dict[str, Any]] = []
     history = value.get("history") or []
     if not isinstance(history, Sequence) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
-        raise BadRow("the key `history` holds no list of pairs [user, assistant]")
+        raise BadRow("the key `history` is not a list of pairs [user, assistant]")
     for question, answer in history:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     input = _optional_text(value, "input")
@@ -209,7 +209,7 @@ def _from_prompt_completion(value: dict[str, Any]) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], value, key="prompt", untrained_until=len(prompt))
     if isinstance(prompt, list) or isinstance(completion, list):
-        raise BadRow("prompt and completion are neither both texts nor both lists of messages")
+        raise BadRow("prompt and completion must both be texts or both be lists of messages")
     return _plain(_text(value, "prompt"), _text(value, "completion"), ends=True)
 
 

@@ -1,6 +1,6 @@
-"""Messages and tool definitions in the one form that chat templates are given, or the reason why they cannot be.
+"""Messages and tool definitions in the one form that chat templates take, or the reason why not.
 
-OpenAI's form, with what its clients and older data vary brought to one: contents as lists of text parts, arguments as
+It is OpenAI's form. Variants from clients and older data are converted: contents as lists of text parts, arguments as
 JSON text, ``function_call`` and the role ``function``.
 """
 
@@ -18,13 +18,13 @@ _RESERVED = ("role", "content", "tool_calls", "function_call", "weight", "train"
 
 
 def canonical_messages(turns: list[Any]) -> tuple[list[dict[str, Any]], set[int]]:
-    """Messages with ``role``, ``content`` (a string), ``tool_calls`` and the other keys that hold a string.
+    """Messages with ``role``, ``content`` (a string), ``tool_calls`` and all other keys with a string value.
 
-    A tool call is ``{"type": "function", "function": {"name": str, "arguments": dict}}``, with its ``id`` before
-    that if it has one.
+    A tool call is ``{"type": "function", "function": {"name": str, "arguments": dict}}``, preceded
+    by its ``id`` if it has one.
 
     Returns:
-        The messages, and the indices of the assistant's that are marked ``"weight": 0`` or ``"train": false``.
+        The messages, and the indices of assistant messages marked ``"weight": 0`` or ``"train": false``.
 
     Raises:
         BadRow: naming the message by its number from 1.
@@ -44,7 +44,7 @@ def canonical_tools(value: dict[str, Any]) -> list[dict[str, Any]] | None:
     A bare function is wrapped as ``{"type": "function", "function": ...}``.
 
     Raises:
-        BadRow: if they are no list of objects.
+        BadRow: if they are not a list of objects.
     """
     key = "tools" if value.get("tools") is not None else "functions"
     tools = value.get(key)
@@ -53,13 +53,13 @@ def canonical_tools(value: dict[str, Any]) -> list[dict[str, Any]] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"the key `{key}` holds no list of objects, nor one as JSON text")
+        raise BadRow(f"the key `{key}` is neither a list of objects nor JSON text of one")
     _check_value(tools, f"the key `{key}`")
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
 def check_characters(text: str, where: str) -> None:
-    """Refuse the characters that no text holds: NUL, halves of surrogate pairs, supplementary private ones.
+    """Refuse characters that no text should contain: NUL, unpaired surrogates, supplementary private-use characters.
 
     Raises:
         BadRow: beginning with ``where``.
@@ -67,8 +67,8 @@ def check_characters(text: str, where: str) -> None:
     if text.isascii() and "\0" not in text:  # the common case, without a search
         return
     if found := _REFUSED.search(text):
-        what = "a NUL character" if found[0] == "\0" else "half a surrogate pair or a private character"
-        raise BadRow(f"{where} holds {what}")
+        what = "a NUL character" if found[0] == "\0" else "an unpaired surrogate or a private-use character"
+        raise BadRow(f"{where} contains {what}")
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         raise BadRow(f"message {number} is not an object with role and content")
     role = "tool" if turn.get("role") == "function" else turn.get("role")
     if role not in ROLES:
-        shown = repr(role)[:40] if isinstance(role, str) else f"no text ({type(role).__name__})"
+        shown = repr(role)[:40] if isinstance(role, str) else f"of type {type(role).__name__}"
         raise BadRow(f"message {number} has the role {shown}; known roles are {', '.join(ROLES)}")
     where = f"message {number} ({role})"
     content = turn.get("content")
@@ -106,9 +106,9 @@ def _joined(parts: list[Any], where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = f"a part of type {repr(kind)[:40]}" if isinstance(kind, str) else "a part without a type"
-            raise BadRow(f"{where} holds {shown}; only parts of type 'text' can be trained")
+            raise BadRow(f"{where} contains {shown}; only parts of type 'text' can be trained on")
         if not isinstance(part.get("text"), str):
-            raise BadRow(f"{where} holds a text part without a text")
+            raise BadRow(f"{where} contains a text part without text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -133,21 +133,21 @@ def _tool_calls(turn: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise BadRow(f"{where} holds tool_calls that are no list")
+        raise BadRow(f"{where} has tool_calls that are not a list")
     return [_tool_call(call, where) for call in calls]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRow(f"{where} holds a tool call without the name of a function")
+        raise BadRow(f"{where} has a tool call without a function name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parsed(arguments)
     elif arguments is None:  # how Arrow gives a call without arguments
         arguments = {}
     if not isinstance(arguments, dict):
-        raise BadRow(f"{where} calls a tool with arguments that are neither an object nor one as JSON text")
+        raise BadRow(f"{where} calls a tool with arguments that are neither an object nor JSON text of one")
     check_characters(function["name"], where)
     _check_value(arguments, where)
     canonical = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -158,7 +158,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is none, to be refused as a text."""
+    """The value of a JSON text; the text itself if it is not JSON, so that it is refused as text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -178,8 +178,8 @@ def _check_value(value: Any, where: str) -> None:
             elif isinstance(item, dict):
                 below += [*item.keys(), *item.values()]
             elif item is not None and not isinstance(item, int | float):
-                raise BadRow(f"{where} holds a value of type {type(item).__name__}, which JSON does not know")
+                raise BadRow(f"{where} contains a value of type {type(item).__name__}, which JSON does not support")
         level = below
         if not level:
             return
-    raise BadRow(f"{where} holds a value that is nested too deeply")
+    raise BadRow(f"{where} contains a value that is nested too deeply")

@@ -1,4 +1,4 @@
-"""Documents into rows of a fixed size, by best-fit-decreasing: the longest first, each where it leaves least room.
+"""Packing of documents into rows of a fixed size, by best-fit-decreasing: longest first, each where it fits tightest.
 
 The rule is Johnson's (1974). Documents of one length are placed together: the fullest pack that takes one of them
 is, after it took it, still the fullest that takes another, so it takes as many as fit; and packs with the same room
@@ -55,8 +55,8 @@ def pack(lengths: np.ndarray, capacity: int) -> Packs:
     """
     if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= capacity):
         raise ValueError(
-            f"documents have {lengths.min()} to {lengths.max()} tokens; a pack takes documents of 1 to {capacity} "
-            "tokens: cut or drop the others first"
+            f"documents have {lengths.min()} to {lengths.max()} tokens, but a pack takes documents of 1 to {capacity} "
+            "tokens; cut or drop the others first"
         )
     order = np.argsort(-lengths.astype(np.int32), kind="stable").astype(np.int32)
     distinct, counts = np.unique(lengths, return_counts=True)

@@ -1,7 +1,7 @@
-"""Data files to tokenised rows on disk: read, converted, rendered, tokenised and masked once, whoever asks first.
+"""From data files to tokenised rows on disk: read, converted, rendered, tokenised and masked once, by one process.
 
-The rows lie in Arrow, memory-mapped by every process; the cache knows them by a fingerprint of files, tokenizer,
-template, settings and of this code.
+The rows are stored as Arrow and memory-mapped by every process. Their cache key is a fingerprint of files, tokenizer,
+template, settings and this code.
 """
 
 import hashlib
@@ -55,12 +55,12 @@ def prepare(
     *,
     tell: Callable[[str, int], None],
 ) -> Path:
-    """The folder with the rows of these sources, prepared now unless they are known already.
+    """The folder with the rows of these sources, prepared now unless they are in the cache.
 
-    It holds ``rows.arrow`` (schema ``SCHEMA``), ``rejected.jsonl`` and ``summary.json``.
+    It contains ``rows.arrow`` (schema ``SCHEMA``), ``rejected.jsonl`` and ``summary.json``.
 
     Args:
-        tell: told what is done, and how many rows are ready; again and again.
+        tell: called repeatedly with the current activity and the number of rows that are ready.
 
     Raises:
         InputError: if a source cannot be read, or the cache cannot be written.
@@ -77,19 +77,19 @@ def prepare(
         data_cache_folder() / key,
         fill,
         on_start=lambda: tell(f"Preparing {names}", 0),
-        on_wait=lambda: tell(f"Waiting for another process that prepares {names}", 0),
+        on_wait=lambda: tell(f"Waiting for another process to prepare {names}", 0),
     )
 
 
 def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What a tokenizer makes of text depends on, JSON-able."""
+    """Everything that the output of a tokenizer depends on, as JSON values."""
     backend = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     template = tokenizer.chat_template
     return [backend, template, tokenizer.special_tokens_map]
 
 
 def _identity_of_code() -> list[str]:
-    """Rows prepared by other code are other rows; libraries by their version, ours by its text."""
+    """Other code may prepare other rows: libraries count by their version, ours by its text."""
     modules = (chat_template, encoding, formats, messages, encoding_workers, rendering)
     files = [*(Path(str(module.__file__)) for module in modules), Path(__file__)]
     files += sorted(Path(str(sources.__file__)).parent.glob("*.py"))
@@ -129,9 +129,9 @@ def _write(
             summary["truncated"] += len(cut)
             rows_of.update(batch.origins)
             seen_formats.update(batch.formats)
-            for _, line, for_want_of_room in sorted(batch.refused, key=lambda entry: entry[0]):
+            for _, line, was_dropped in sorted(batch.refused, key=lambda entry: entry[0]):
                 rejected_file.write(json.dumps(vars(line)) + "\n")
-                if for_want_of_room:
+                if was_dropped:
                     first_dropped += [line.source] if dropped < SHOWN else []
                     dropped += 1
                 else:

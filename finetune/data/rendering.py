@@ -42,7 +42,7 @@ class TemplateRefuses(BadRow):
 
 
 class RenderingTooLong(Exception):
-    """A rendering out of all proportion to its conversation; the message is a clause without its final point."""
+    """A rendering far too long for its conversation; the message is a clause without a full stop."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Renderer:
                 [said], tools, chat_template=template, add_generation_prompt=prompt, **self.template.variables
             )
         except _REFUSALS as error:  # templates refuse what their model was not trained on
-            raise TemplateRefuses(f"the chat template refuses the conversation ({error})") from None
+            raise TemplateRefuses(f"the chat template rejects the conversation ({error})") from None
         text: str = rendered[0][0]
         if len(text) > _FREE_CHARACTERS:
             most = _FREE_CHARACTERS + _CHARACTERS_PER_CHARACTER * len(json.dumps([said, tools], default=str))
@@ -134,8 +134,7 @@ class Renderer:
             template = self.template.with_tools if with_tools else self.template.plain
             if template is None:
                 raise BadRow(
-                    "the tokenizer has several chat templates, and none of them is the default; set "
-                    "data.chat_template to a Jinja file"
+                    "the tokenizer has several chat templates and no default; set data.chat_template to a Jinja file"
                 )
             if "strftime_now" in template:
                 template = _fixed_date() + template

@@ -1,4 +1,4 @@
-"""Prepared rows, memory-mapped: every process sees them, none holds them."""
+"""Prepared rows, memory-mapped: all processes share them."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ class Rows:
             self._file = pa.ipc.open_file(pa.memory_map(str(folder / "rows.arrow")))
         except (OSError, ValueError) as error:  # of which Arrow's are some
             raise InputError(
-                f"{folder}: the prepared rows are damaged ({str(error).splitlines()[0]}); delete the folder, and they "
-                "are prepared anew."
+                f"{folder}: the prepared rows are damaged ({str(error).splitlines()[0]}); delete the folder, and "
+                "they are prepared again."
             ) from error
         self._batch = lru_cache(maxsize=64)(self._file.get_batch)
 

@@ -1,8 +1,8 @@
 """Which rows are trained in which optimizer step: a pure function of (seed, epoch, step).
 
 The order does not depend on the number of processes or on the strategy. A run is one stream of rows,
-epoch after epoch, cut into global batches; every row is used exactly once per epoch, and only the last
-step of the run may hold fewer rows than the others.
+epoch after epoch, cut into global batches. Every row is used exactly once per epoch, and only the last
+step of the run may have fewer rows than the others.
 
 Example, 5 rows, 2 epochs, global batches of 4, seed 0. The epochs visit 2 4 3 0 1 and 1 4 3 0 2, so the steps train
 [2 4 3 0], [1 1 4 3] and [0 2 - -]. Two processes with micro-batches of one row take turns: in step 2, process 0
@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 EMPTY = -1
-"""Index that stands for no row: it fills the places of a last step with fewer rows than a global batch."""
+"""Index that means no row: it fills up a last step with fewer rows than a global batch."""
 
 
 @lru_cache(maxsize=4)
@@ -71,7 +71,7 @@ def heaviest_micro_batch(
     2 x 5 = 10 positions, [3 0] takes 14, and [1 1], the end of epoch 1 with the begin of epoch 2, takes 18: the result.
 
     Args:
-        rows_at_once: to look at, so that memory stays bounded; an epoch and a micro-batch at least.
+        rows_at_once: rows to search at a time, to bound memory; at least an epoch and a micro-batch.
     """
     rows = len(lengths)
     heaviest: tuple[int, list[int]] = (0, [])

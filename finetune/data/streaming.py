@@ -1,8 +1,8 @@
-"""Batches straight from the files, for corpora that are not worth a cache: nothing is kept, memory stays bounded.
+"""Batches straight from the files, for corpora not worth caching: nothing is stored, and memory stays bounded.
 
-Every process reads, tokenises and packs the whole stream, and so knows the trained tokens of each step without asking;
-the rows of a step depend on files and seed alone, whatever the number of processes. Limits: a later step is reached by
-reading up to it, and rows are shuffled within a window only.
+Every process reads, tokenises and packs the whole stream, so it knows the trained tokens of each step without
+communication. The rows of a step depend only on files and seed, whatever the number of processes. Limits: a later step
+is reached by reading up to it, and rows are shuffled only within a window.
 """
 
 import json
@@ -24,7 +24,7 @@ from finetune.data.sources import Source, extent
 from finetune.errors import InputError, RunStopped, refuse_if_any
 
 WINDOW = 1000
-"""Documents that are shuffled, and packed, among each other."""
+"""Documents that are shuffled and packed together."""
 
 
 class Stream:
@@ -33,7 +33,7 @@ class Stream:
     Args:
         steps: optimizer steps of the run.
         vocabulary: tokens that the model knows.
-        skip_bad_rows: leave out what cannot be used, or stop the run there.
+        skip_bad_rows: skip unusable rows; otherwise the run stops there.
 
     Raises:
         InputError: if there is no row to train on.
@@ -62,7 +62,7 @@ class Stream:
         self.current: list[list[Row]] = []
         windows = self._windows()
         try:
-            self.first_window = next(windows)  # so that what is wrong with the files is told before the run begins
+            self.first_window = next(windows)  # reports problems with the files before the run begins
         except RunStopped as error:
             raise InputError(str(error)) from error
         rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
@@ -80,13 +80,13 @@ class Stream:
         """Lines for the run's output."""
         names = ", ".join(entry.path for entry in self.entries)
         packed = f", packed into rows of {self.settings.max_length:,} tokens" if self.packing else ""
-        return [f"streaming {names}: nothing is cached; rows are shuffled {WINDOW:,} documents at a time{packed}"]
+        return [f"streaming {names}: nothing is cached; rows are shuffled in windows of {WINDOW:,} documents{packed}"]
 
     def step(self, step: int) -> Batch:
         """The rows of an optimizer step, from 1; steps before it are read and passed over.
 
         Raises:
-            RunStopped: at a row that cannot be used, where none may be left out.
+            RunStopped: at an unusable row, unless such rows are skipped.
         """
         assert step >= self.next_step, "a stream does not go back"
         while self.next_step <= step:
@@ -107,12 +107,12 @@ class Stream:
         return self.current[place]
 
     def newly_rejected(self) -> list[str]:
-        """Records that are not trained, as lines of JSON, each told once."""
+        """Unused records as lines of JSON, each returned once."""
         lines, self._rejected = self._rejected, []
         return lines
 
     def heaviest(self) -> list[list[Row]]:
-        """The largest micro-batch that can come: full rows."""
+        """The largest possible micro-batch: full rows."""
         full = np.zeros(self.settings.max_length, np.int32)
         row = Row(full, [(1, len(full))], f"rows of data.max_length {len(full)}")
         return [[row]] * self.micro_batch_size
@@ -139,10 +139,10 @@ class Stream:
                 yield window
             if not found:
                 names = ", ".join(entry.path for entry in self.entries)
-                raise InputError(f"{names}: no row can be trained; look at the files with: finetune data.")
+                raise InputError(f"{names}: no row can be trained on; check the files with: finetune data.")
 
     def _one_pass(self, *, is_first: bool) -> Iterator[Row]:
-        """The rows of all sources; those whose weight is above 1 again behind, so that copies do not meet."""
+        """The rows of all sources, then again those with a weight above 1, so that copies stay apart."""
         for copy in range(math.ceil(max(entry.weight for entry in self.entries))):
             entries = [entry for entry in self.entries if entry.weight > copy]
             for batch in encoded(entries, self.encoder, self.settings, streaming=True):
@@ -155,11 +155,11 @@ class Stream:
                         yield row
 
     def _reject(self, batch: Encoded) -> None:
-        for _, refused, for_want_of_room in sorted(batch.refused, key=lambda entry: entry[0]):
+        for _, refused, was_dropped in sorted(batch.refused, key=lambda entry: entry[0]):
             self._rejected.append(json.dumps(vars(refused)))
-            if not (self.skip_bad_rows or for_want_of_room):
+            if not (self.skip_bad_rows or was_dropped):
                 raise RunStopped(
-                    f"{refused.source}: {refused.reason}. The run stops at this row; mend it, or leave such rows out "
+                    f"{refused.source}: {refused.reason}. The run stops at this row; fix it, or skip such rows "
                     "with --data.on_bad_row skip."
                 )
 
@@ -182,10 +182,12 @@ def vocabulary_problems(largest_token: int, vocabulary: int) -> list[str]:
 
 
 def problems(held_out: object, steps: int | None) -> list[str]:
-    """Why a run cannot stream with these settings: the fraction that is held out, and the steps of the run."""
+    """Why a run cannot stream with these settings, as sentences."""
     found = []
     if isinstance(held_out, float):
-        found.append(f"data.streaming holds out no fraction, but data.eval is {held_out}; name a file to hold out.")
+        found.append(
+            f"data.streaming cannot hold out a fraction, but data.eval is {held_out}; name a file of held-out data."
+        )
     if steps is None:
-        found.append("data.streaming does not know how many rows an epoch has; set train.steps.")
+        found.append("data.streaming does not know the length of an epoch; set train.steps.")
     return found

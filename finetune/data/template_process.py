@@ -1,4 +1,4 @@
-"""Conversations rendered in a process of its own, which ends if a chat template needs too much time or memory.
+"""Conversations rendered in a separate process, which is killed if a chat template needs too much time or memory.
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides,
 but not from loops within loops, ``'a' * 10**10`` or ``9 ** (9 ** 9)``. The last two are one operation of Python each,
@@ -83,11 +83,11 @@ class TemplateProcess:
         """The text of each conversation, or why it cannot be trained.
 
         Raises:
-            InputError: if the template needs more than it may; from then on at every call, so that no thread waits for
+            InputError: if the template exceeds its limits; from then on at every call, so that no thread waits for
                 another try.
         RunStopped: if the child failed, for a reason that is not the template's.
         """
-        if not conversations:  # texts need no child
+        if not conversations:  # plain texts need no child
             return []
         with self._child.lock:
             if self._refusal is None:
@@ -97,7 +97,7 @@ class TemplateProcess:
                 if len(rendered) == len(conversations):
                     return rendered
                 why = f"{conversations[len(rendered)].source}: the chat template {answers[-1]}"
-                self._refusal = f"{why}; set data.chat_template to a file with another template, or fix this one."
+                self._refusal = f"{why}; set data.chat_template to a different template file, or fix this one."
         raise InputError(self._refusal)
 
 
@@ -112,7 +112,7 @@ class _Child:
     def answers(
         self, template: bytes, conversations: Sequence[tuple[Conversation, float]]
     ) -> list[Rendered | BadRow | str]:
-        """What became of each conversation in its seconds; a clause, and no more, where the template came to a limit.
+        """The result of each conversation; a clause, and nothing after it, where the template reached a limit.
 
         Args:
             template: a pickled ``Template``.
@@ -163,8 +163,8 @@ def _why_ended(code: int, seconds: float) -> str:
     if code == -signal.SIGPROF:
         return f"was still rendering this conversation after {seconds:.1f} seconds of CPU time"
     if code < 0:
-        return f"made the process that renders it end with {signal.Signals(-code).name}"
-    raise RunStopped(f"The process that renders chat templates failed with exit code {code}; see the error above.")
+        return f"crashed the process that renders it ({signal.Signals(-code).name})"
+    raise RunStopped(f"The chat template process failed with exit code {code}; see the error above.")
 
 
 _children: "WeakValueDictionary[int, _Child]" = WeakValueDictionary()
@@ -211,6 +211,6 @@ def _answer(template: ChatTemplate, conversation: Conversation) -> Rendered | Ba
     except BadRow as reason:
         return reason
     except RenderingTooLong as reason:
-        return f"makes {reason} of this conversation"
+        return f"renders {reason} for this conversation"
     except MemoryError:
         return f"needs more than {MEMORY_BYTES // GIB} GiB of memory to render this conversation"

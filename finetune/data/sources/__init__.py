@@ -1,6 +1,6 @@
-"""Data sources by name: files, globs, folders and datasets of the hub, read one record at a time.
+"""Data sources by name: files, globs, folders and hub datasets, read one record at a time.
 
-``names`` finds what a name stands for, ``reading`` gives its records, the other modules know one kind of file each.
+``names`` resolves a name, ``reading`` returns its records, and the other modules each read one kind of file.
 """
 
 from finetune.data.sources.names import Source, extent, identity, problems

@@ -1,7 +1,7 @@
-"""Records from Arrow: Parquet files, and datasets of the hub.
+"""Records from Arrow: Parquet files and hub datasets.
 
-Arrow gives every struct all keys that occur in its column; a key whose value is null is taken for absent, at any
-depth. Other values are left as Arrow gives them, also dates, bytes and decimals.
+Arrow gives every struct all keys of its column; a key with null counts as absent, at any depth. Other values stay as
+Arrow returns them, including dates, bytes and decimals.
 """
 
 import io

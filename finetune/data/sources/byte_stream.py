@@ -1,4 +1,4 @@
-"""A data file as bytes: unpacked if its name ends in .gz or .zst, and cut into lines of bounded length."""
+"""A data file as bytes: decompressed if its name ends in .gz or .zst, and split into lines of bounded length."""
 
 import io
 import os
@@ -14,14 +14,14 @@ from finetune.units import MIB
 BYTE_ORDER_MARK = "\ufeff"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 LONGEST_LINE = 64 * MIB
-"""Bytes of a line, above which it is not read: memory stays bounded also in a file without line ends."""
+"""Maximum bytes of a line: memory stays bounded even for a file without line ends."""
 _BUFFER = 2**16
 WIDE = "the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8, for example with `iconv -f UTF-16 -t UTF-8`"
 
 
 @contextmanager
 def opened(path: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading, unpacked.
+    """Open a file for reading, decompressed.
 
     Raises:
         InputError: if the file cannot be opened.
@@ -30,7 +30,7 @@ def opened(path: str) -> Iterator[io.BufferedReader]:
         file = open(path, "rb")  # noqa: SIM115 - closed below; only its opening is to be caught
     except OSError as error:
         raise InputError(
-            f"{path}: the file cannot be opened ({error.strerror}); check its name and its rights."
+            f"{path}: the file cannot be opened ({error.strerror}); check its name and permissions."
         ) from None
     with file:
         compression = COMPRESSIONS.get(os.path.splitext(path.lower())[1])
@@ -49,14 +49,14 @@ def escaped(line: bytes) -> str:
 
 
 def damaged(path: str, error: Exception) -> str:
-    """The reason for what follows a place from which a file cannot be read on.
+    """The reason why the rest of a file cannot be read.
 
     Raises:
-        InputError: if not the file is to blame but the disk or the network: nothing may be kept of such a reading.
+        InputError: if the disk or the network is at fault: nothing from such a read may be cached.
     """
     if isinstance(error, OSError) and error.errno is not None:
-        raise InputError(f"{path}: reading it failed ({error.strerror}); look at the disk or network, and start again.")
-    return f"the file is damaged or cut short, so what stands from here on is lost ({first_line(error)})"
+        raise InputError(f"{path}: reading failed ({error.strerror}); check the disk or network, and start again.")
+    return f"the file is damaged or truncated, so the rest of it is lost ({first_line(error)})"
 
 
 def numbered_lines(

@@ -1,4 +1,4 @@
-"""Datasets of the hub, through ``datasets``, which is imported where it is needed: that takes a second."""
+"""Hub datasets, through ``datasets``, which is imported lazily because that takes a second."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from finetune.hub_access import refuse_without_access
 
 @contextmanager
 def _quiet(path: str) -> Iterator[None]:
-    """Without progress bars, and with the library's errors as sentences; nothing where the hub does not give it.
+    """Without progress bars, and with the library's errors as sentences.
 
     Raises:
-        InputError: if the dataset cannot be had.
+        InputError: if the dataset cannot be loaded.
     """
     import datasets
 
@@ -26,8 +26,8 @@ def _quiet(path: str) -> Iterator[None]:
         yield
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{path}: it is neither a file or folder here nor a dataset that can be had from the hub "
-            f"({first_line(error)}); check the name, subset and split, the network and the access rights."
+            f"{path}: it is neither a local file or folder nor a dataset that can be loaded from the hub "
+            f"({first_line(error)}); check the name, subset and split, the network and your access."
         ) from error
     finally:
         if were_shown:
@@ -35,7 +35,7 @@ def _quiet(path: str) -> Iterator[None]:
 
 
 def commit(path: str, subset: str | None) -> str:
-    """What pins the content of a hub dataset: the commit that would be loaded.
+    """The commit that would be loaded, which pins the content of a hub dataset.
 
     Raises:
         InputError: if the dataset cannot be found.
@@ -50,7 +50,7 @@ def hub_rows(path: str, subset: str | None, split: str, streaming: bool = False)
     """The rows of a split, as ``owner/name[split]:row N``, downloaded to disk first unless they are streamed.
 
     Raises:
-        InputError: if the dataset, the subset or the split cannot be had.
+        InputError: if the dataset, the subset or the split cannot be loaded.
     """
     import datasets
 

@@ -1,7 +1,7 @@
-"""Records from JSON: one object a line, or an array of objects.
+"""Records from JSON: one object per line, or an array of objects.
 
-What cannot be read is rejected with its line, and reading goes on behind it. Only an array is held in memory as a
-whole, and after a broken element it cannot be read on, since nothing marks where the next one begins.
+Unreadable lines are rejected with their number, and reading continues after them. An array is held in memory as a
+whole, and cannot be read past a broken element, since nothing marks where the next one begins.
 """
 
 import codecs
@@ -44,7 +44,7 @@ def _json_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     except RecursionError:
         return None, "the line is nested too deeply"
     except ValueError:  # Python's limit on the digits of an integer
-        return None, "the line holds a number with too many digits"
+        return None, "the line has a number with too many digits"
     if not isinstance(value, dict):
         return None, "the line is JSON, but not one JSON object"
     return value, ""
@@ -63,7 +63,8 @@ def json_file(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejecte
     elif first.startswith(b"{") and more and is_open:
         yield Rejected(
             f"{path}:1",
-            "the file is one JSON object over several lines, not rows; write an array of objects, or one object a line",
+            "the file is one JSON object over several lines, not rows; write an array of objects, or one "
+            "object per line",
             escaped(first),
         )
     else:
@@ -80,7 +81,9 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
         return
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        yield Rejected(f"{path}:{line}", "the file is not UTF-8 from here on; a JSON array cannot be read in parts", "")
+        yield Rejected(
+            f"{path}:{line}", "the file is not UTF-8 from here on, and a JSON array cannot be read in part", ""
+        )
         return
     decode = json.JSONDecoder().raw_decode
     position, line = text.index("[") + 1, 1
@@ -99,9 +102,9 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
             value, end = decode(text, position)
         except (ValueError, RecursionError) as error:
             what = {json.JSONDecodeError: "is broken JSON", RecursionError: "is nested too deeply"}.get(
-                type(error), "holds a number with too many digits"
+                type(error), "has a number with too many digits"
             )
-            reason = f"the element {what}, and the array cannot be read on from here"
+            reason = f"the element {what}, and the rest of the array cannot be read"
             yield Rejected(f"{path}:{line}", reason, text[position : position + 1000])
             return
         if isinstance(value, dict):
@@ -112,7 +115,7 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
         closed = text.startswith("]", position)
         if not closed and not text.startswith(",", position):
             line += text.count("\n", counted, position)
-            reason = "the array has neither a comma nor its end here, and cannot be read on"
+            reason = "the array has neither a comma nor its end here, and the rest cannot be read"
             yield Rejected(f"{path}:{line}", reason, text[position : position + 1000])
             return
         if not closed:
@@ -120,4 +123,4 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
     rest = skip_blank(position + 1)
     if rest < len(text):
         line += text.count("\n", counted, rest)
-        yield Rejected(f"{path}:{line}", "something follows the end of the array", text[rest : rest + 1000])
+        yield Rejected(f"{path}:{line}", "there is text after the end of the array", text[rest : rest + 1000])

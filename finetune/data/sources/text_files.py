@@ -1,6 +1,6 @@
 """Records from comma- and tab-separated tables and from plain text.
 
-What cannot be read is rejected with its line, and reading goes on behind it.
+Unreadable rows are rejected with their line number, and reading continues after them.
 """
 
 import codecs
@@ -73,13 +73,13 @@ def table(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[Reco
         if not header:
             header = row
             if reason or len(set(header)) < len(header) or not all(header):
-                reason = reason or "a column has no name, or the name of another"
-                yield Rejected(source, f"the file has no usable header, so nothing of it is read: {reason}", lines.raw)
+                reason = reason or "a column has no name or a duplicate name"
+                yield Rejected(source, f"the file has no usable header, so it is not read: {reason}", lines.raw)
                 return
         elif reason or len(row) != len(header):
             reason = reason or f"the row has {len(row)} fields, but the header names {len(header)}"
             if lines.last > lines.first:
-                reason += f"; it goes on to line {lines.last}"
+                reason += f"; it continues to line {lines.last}"
             yield Rejected(source, reason, lines.raw)
         else:
             yield Record(source, dict(zip(header, row)))
