@@ -247,14 +247,14 @@ def bounds_of(*lengths: int) -> dict[str, Any]:
     [
         (states(6), {}, "without document bounds; pass"),
         (states(6), {"position_ids": torch.arange(6)[None]}, "without document bounds"),
-        (states(6), {**bounds_of(4, 2), "cu_seq_lens_k": bounds_of(6)["cu_seq_lens_k"]}, "other bounds for keys"),
-        (states(6), {**bounds_of(4, 2), "max_length_k": 6}, "other bounds for keys"),
+        (states(6), {**bounds_of(4, 2), "cu_seq_lens_k": bounds_of(6)["cu_seq_lens_k"]}, "different bounds for keys"),
+        (states(6), {**bounds_of(4, 2), "max_length_k": 6}, "different bounds for keys"),
         (states(6), {**bounds_of(4, 2), "mask": torch.ones(1, 6)}, "with an attention mask"),
         (states(6, rows=2), bounds_of(4, 2), "2 rows of 6 queries and 6 keys"),
         (states(1, keys=6), bounds_of(1), "1 queries and 6 keys; .* use_cache=False"),
         (states(6), bounds_of(4, 1), "bounds up to 5 for a row of 6 tokens"),
         (states(6), {**bounds_of(4, 2), "is_causal": False}, "not causal"),
-        (states(6), {**bounds_of(4, 2), "softcap": 50.0}, "with softcap, which it does not compute"),
+        (states(6), {**bounds_of(4, 2), "softcap": 50.0}, "with softcap, which it does not support"),
         (
             states(6),
             {**bounds_of(4, 2), "s_aux": torch.zeros(4), "position_bias": torch.ones(1)},
@@ -411,14 +411,14 @@ def test_common_models_can_be_packed(model_type: str):
         ("llama4_text", {}, "layers (chunked_attention) that mix"),
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layers (conv) that mix"),
         ("recurrent_gemma", {}, "layers that mix"),
-        ("mamba", {}, "does not take attention packed"),
+        ("mamba", {}, "does not support attention packed"),
         ("jamba", {}, "layers that mix"),
         ("qwen3_next", {}, "layers (linear_attention) that mix"),
-        ("bloom", {}, "does not take attention packed"),
+        ("bloom", {}, "does not support attention packed"),
         ("bert", {}, "is or has an encoder"),
         ("bart", {}, "is or has an encoder"),
         ("t5", {}, "not one of transformers' causal language models"),
-        ("phimoe", {"sliding_window": 8}, "does not tell attention its sliding window"),
+        ("phimoe", {"sliding_window": 8}, "does not pass its sliding window to attention"),
         ("llama", {"head_dim": 320}, "heads of size 320"),
         ("llama", {"head_dim": 20}, "heads of size 20"),
         ("deepseek_v3", {}, "keys of size 192 and values of size 128"),
@@ -428,13 +428,13 @@ def test_common_models_can_be_packed(model_type: str):
 def test_models_that_packing_would_train_wrongly_are_refused(model_type: str, changes: dict[str, Any], reason: str):
     found = problems(model_type, **changes)
     assert any(reason in problem for problem in found), found
-    assert all(problem.endswith("switch packing off.") for problem in found)
+    assert all(problem.endswith("set data.packing to false.") for problem in found)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
 def test_attention_that_needs_a_mask_is_refused(name: str):
     (problem,) = problems("llama", name)
-    assert f"With attention {name} packed documents would see each other" in problem
+    assert f"With attention {name}, packed documents would attend to each other" in problem
 
 
 def test_fp32_is_refused_on_a_gpu_only():
@@ -453,7 +453,7 @@ def test_gpu_before_ampere_is_refused():
 def test_flash_attention_is_refused_without_a_gpu():
     config = AutoConfig.for_model("llama")
     (problem,) = packing_support.problems(config, attention="flash_attention_2", dtype=torch.bfloat16, capability=None)
-    assert "flash_attention_2 needs a GPU, and there is none; choose packed" in problem
+    assert "flash_attention_2 needs a GPU, but none was found; choose packed" in problem
 
 
 @pytest.mark.skipif(not (SHARED / "configs").is_dir(), reason="needs the configurations of released models")

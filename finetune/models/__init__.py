@@ -1,4 +1,4 @@
-"""The model: its files, its weights, what is added to them.
+"""Models: files, weights, quantisation, adapters and attention.
 
 ``spec`` (what is known before weights are read), ``loading`` (configuration, tokenizer, weights, answers),
 ``weight_files`` (headers, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,

@@ -29,11 +29,11 @@ FORMAT = {"format": "pt"}
 def problems(
     model: torch.nn.Module, *, targets: str | list[str], modules_to_save: list[str], quantised: bool
 ) -> list[str]:
-    """Names that match nothing in the model, or what cannot be trained whole, as sentences.
+    """Names that match nothing in the model, and modules that cannot be trained in full, as sentences.
 
     Args:
         model: the model's modules; its weights may be on the meta device.
-        quantised: the linear layers will be, all but the output head.
+        quantised: whether the linear layers will be, except the output head.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
@@ -42,7 +42,7 @@ def problems(
     inside = [name.split(".") for name, layer in layers.items() if layer is not head]
     if packed := [m for m in modules_to_save if quantised and any(m in parts for parts in inside)]:
         found.append(
-            f"adapter.modules_to_save: {', '.join(packed)} will be quantised, which cannot be trained whole; put its "
+            f"adapter.modules_to_save: {', '.join(packed)} will be quantised and cannot be trained in full; put its "
             "linear layers into adapter.targets, or set quantization.bits to none."
         )
     return found
@@ -100,7 +100,7 @@ def attach(
 
 
 def trains_tied_weights(model: PreTrainedModel, modules_to_save: list[str]) -> bool:
-    """Whether embedding and output head are one weight, and an adapter trains it: then they stay one."""
+    """Whether embedding and output head share a weight that the adapter trains: then they stay tied."""
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     names = _last_names(name for name, module in model.named_modules() if any(module is m for m in both))
     return bool(model.config.get_text_config().tie_word_embeddings and names & set(modules_to_save))
@@ -137,15 +137,15 @@ def verify(
     shapes: Mapping[str, tuple[int, ...]],
     live: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Read a saved adapter back and hold it against the model that is still there.
+    """Read a saved adapter back and compare it with the model in memory.
 
     Args:
-        shapes: of every trained parameter, asked before the model was sharded.
+        shapes: of every trained parameter, taken before the model was sharded.
         live: name and whole value of each trained parameter, as the model computes with it: the saved masters, or
             those rounded to the precision of computation.
 
     Raises:
-        RunStopped: if a tensor is missing, empty, of another shape, or of other values.
+        RunStopped: if a tensor is missing, or has another shape or other values.
     """
     keys: dict[str, list[str]] = {}
     for name, first in _all_names(model).items():
@@ -161,13 +161,14 @@ def verify(
                 elif tuple(saved[key].get_shape()) != shapes[name]:
                     wrong.append(f"{key} has shape {tuple(saved[key].get_shape())} instead of {shapes[name]}")
                 elif not torch.equal(file.get_tensor(key).to(value), value):
-                    wrong.append(f"{key} has other values than the model")
+                    wrong.append(f"{key} differs from the model")
     wrong += [f"{name} was not compared" for name in shapes if name not in compared]
     wrong += [f"{key} is not in the model" for key in saved if key not in {k for own in keys.values() for k in own}]
     if wrong:
         raise RunStopped(
-            f"The saved adapter is not the trained one: {'; '.join(wrong[:5])} ({len(wrong)} of {len(saved)} tensors). "
-            f"It was left in {folder}; nothing else was replaced. Please report this."
+            f"The saved adapter differs from the trained one: {'; '.join(wrong[:5])} ({len(wrong)} of "
+            f"{len(saved)} tensors). "
+            f"It stays in {folder}; nothing else was replaced. Please report this."
         )
 
 

@@ -83,18 +83,21 @@ def packed_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         problem = "without document bounds; pass **document_bounds(lengths, device) to the model"
     elif max_length_k != max_length_q or cu_seq_lens_k is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        problem = "with other bounds for keys than for queries; pass both as document_bounds gives them"
+        problem = "with different bounds for keys and queries; pass both as document_bounds returns them"
     elif attention_mask is not None:
-        problem = "with an attention mask, which it does not apply; leave attention_mask out"
+        problem = "with an attention mask, which it does not support; leave attention_mask out"
     elif query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         problem = (
             f"with {query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys; it takes one row without "
             "a cache: pass use_cache=False, and generate under stock_attention(model)"
         )
     elif not causal:
-        problem = "by a layer that is not causal; choose a decoder, or switch packing off"
+        problem = "by a layer that is not causal; choose a decoder, or set data.packing to false"
     elif asked:
-        problem = f"with {', '.join(asked)}, which it does not compute; choose flash_attention_2, or switch packing off"
+        problem = (
+            f"with {', '.join(asked)}, which it does not support; choose flash_attention_2, or set data.packing to "
+            "false"
+        )
     elif query.is_cuda:
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout)
         return output, None
@@ -121,13 +124,13 @@ def _varlen(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise InputError(
-            f"packed attention was called in {query.dtype} on a GPU, where it computes in bfloat16 and float16 only; "
-            "set mixed_precision to bf16, or switch packing off."
+            f"packed attention was called in {query.dtype} on a GPU, where it only computes in bfloat16 and float16; "
+            "set mixed_precision to bf16, or set data.packing to false."
         )
     if dropout:
         raise InputError(
             f"packed attention was called with dropout {dropout}, which it cannot apply on a GPU; set the model's "
-            "attention_dropout to 0, or switch packing off."
+            "attention_dropout to 0, or set data.packing to false."
         )
     # flash attention counts the positions before the token's own; -1 is all of them
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)

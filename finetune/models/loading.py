@@ -1,4 +1,4 @@
-"""Tokenizer, weights and answers, through transformers."""
+"""Configuration, tokenizer, weights and generated answers, through transformers."""
 
 import copy
 import hashlib
@@ -31,26 +31,24 @@ from finetune.models.attention import stock_attention
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
 MOST_LAYERS = 2000
-"""Llama 3.1 405B has 126. A number that is wrong by far would build modules without end."""
+"""Llama 3.1 405B has 126. A wildly wrong number would build modules endlessly."""
 
 
 def quiet() -> None:
-    """Leave the screen to the recipe: no progress bars, and no notes of the libraries below an error."""
+    """Leave the screen to the recipe: no progress bars and no library messages below errors."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it casts inside, kernels that it did not find
 
 
 def problems(path: str, tokenizer: str | None, chat_template: str | None) -> list[str]:
-    """What is wrong with the model's names, as far as a look at the file system tells."""
+    """Problems with the model's names that the file system shows, as sentences."""
     found = []
     for key, value in (("model.path", path), ("model.tokenizer", tokenizer)):
         if value is None or Path(value).is_dir():
             continue
         if value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists():
-            found.append(
-                f"{key}: there is no folder {value}; give a model's folder, or its id on the hub (owner/name)."
-            )
+            found.append(f"{key}: there is no folder {value}; give a model folder, or a hub id (owner/name).")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
     if chat_template is not None and not Path(chat_template).is_file():
@@ -61,10 +59,10 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
 def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
 ) -> PreTrainedTokenizerBase:
-    """A fast tokenizer, with the chat template of a file where one is given.
+    """A fast tokenizer, with the chat template from a file if one is given.
 
     Raises:
-        InputError: if there is none, if it is a slow one, or if the hub does not give it.
+        InputError: if there is none, if it is a slow one, or if the hub denies access.
     """
     refuse_without_access(path, "tokenizer_config.json", revision=revision)
     try:
@@ -75,7 +73,7 @@ def load_tokenizer(
         ) from error
     if not tokenizer.is_fast:
         raise InputError(
-            f"The tokenizer of {path} is a slow one, which cannot tell where a token stands in the text; set "
+            f"The tokenizer of {path} is a slow one, which cannot map tokens to positions in the text; set "
             "model.tokenizer to a fast one."
         )
     if chat_template is not None:
@@ -84,19 +82,22 @@ def load_tokenizer(
 
 
 def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
-    """The model's configuration, a few kilobytes that tell whether the model can be loaded at all.
+    """The model's configuration, a few kilobytes that show whether the model can be loaded at all.
 
     Raises:
-        InputError: if it cannot be read, or the model's type is unknown, or if the hub does not give it.
+        InputError: if it cannot be read, if the model type is unknown, or if the hub denies access.
     """
     refuse_without_access(path, "config.json", revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.path: {path} is no model that transformers knows ({first_line(error)}).") from error
+        raise InputError(
+            f"model.path: transformers cannot load {path} ({first_line(error)}); check the path, or use another model."
+        ) from error
     except Exception as error:  # of any type: libraries compute with what the file says, before they check it
         raise InputError(
-            f"model.path: the config.json of {path} describes no possible model ({_last_line(error)}); correct it, or "
+            f"model.path: the config.json of {path} does not describe a valid model ({_last_line(error)}); "
+            "correct it, or "
             "download it again."
         ) from error
     refuse_if_any(_impossible_sizes(config.get_text_config().to_dict()))
@@ -104,7 +105,7 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
 
 
 def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
-    """Sizes of which modules can be made, but no model, as sentences.
+    """Sizes that do not make a valid model, as sentences.
 
     Args:
         sizes: keys of a config.json, as transformers names them.
@@ -112,28 +113,28 @@ def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
     keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     sizes = {key: sizes[key] for key in keys if isinstance(sizes.get(key), int)}  # some models have one for each layer
     found = [
-        f"model.path: config.json says {key}: {size}, but it is 1 or more; correct it, or download it again."
+        f"model.path: config.json has {key}: {size}, but it must be 1 or more; correct it, or download it again."
         for key, size in sizes.items()
         if size < 1
     ]
     heads, key_value_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if not found and heads and key_value_heads and heads % key_value_heads:
         found.append(
-            f"model.path: config.json says num_attention_heads: {heads}, which its num_key_value_heads "
-            f"{key_value_heads} do not divide; correct it, or download it again."
+            f"model.path: config.json has num_attention_heads: {heads}, which is not a multiple of its "
+            f"num_key_value_heads: {key_value_heads}; correct it, or download it again."
         )
     if sizes.get("num_hidden_layers", 0) > MOST_LAYERS:
         found.append(
-            f"model.path: config.json says num_hidden_layers: {sizes['num_hidden_layers']:,}, more than the "
-            f"{MOST_LAYERS:,} that are supported; correct it, or download it again."
+            f"model.path: config.json has num_hidden_layers: {sizes['num_hidden_layers']:,}, more than the "
+            f"supported {MOST_LAYERS:,}; correct it, or download it again."
         )
     return found
 
 
 def identity(path: str, *, revision: str | None, weights: bool) -> str:
-    """Hash that tells one model from another, wherever it lies: its configuration, and its weights where asked for.
+    """Hash that identifies a model wherever it is stored: its configuration, and its weights if asked for.
 
-    Of a model of the hub, its commit. Of files of weights, their size and samples of their bytes, header included.
+    For a hub model it is the commit. Weight files count by size and samples of their bytes, header included.
     """
     if not Path(path).is_dir():
         return key_of(extract_commit_hash(cached_file(path, "config.json", revision=revision), None))
@@ -154,12 +155,12 @@ def _sampled(file: Path) -> str:
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype that a configuration names for the weights, in which the result is saved too."""
+    """The dtype of the weights by the configuration, in which the result is saved too."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """Positions that a model knows, None where it does not count them."""
+    """Maximum positions of a model, None if it has no limit."""
     return getattr(config, "max_position_embeddings", None)  # state-space models have none
 
 
@@ -167,20 +168,20 @@ def without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTra
     """The model's modules and shapes, without memory for its weights.
 
     Raises:
-        InputError: if it is no causal language model, or an impossible one.
+        InputError: if it is not a valid causal language model.
     """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any type: what a model's code makes of sizes that cannot be
         raise InputError(
-            f"model.path: no causal language model can be made of its config.json ({first_line(error)}); use another "
+            f"model.path: its config.json does not make a causal language model ({first_line(error)}); use another "
             "model, or correct the file."
         ) from error
 
 
 def attention_problems(config: PreTrainedConfig, attention: str, trust_remote_code: bool) -> list[str]:
-    """Why transformers cannot compute with an attention implementation: a package or a GPU that it lacks, or the model.
+    """Why transformers cannot use an attention implementation: a missing package or GPU, or the model.
 
     Args:
         attention: as ``model.attention``, or a name that is registered with transformers.
@@ -208,7 +209,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def largest_parameter(config: PreTrainedConfig, trust_remote_code: bool) -> int:
-    """Elements of the largest parameter, told from the model's shapes alone."""
+    """Elements of the largest parameter, from the model's shapes alone."""
     return max(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
 
 
@@ -225,12 +226,12 @@ def load_model(
     device: torch.device,
     random_weights: bool = False,
 ) -> PreTrainedModel:
-    """Weights in ``dtype``, on the CPU (or partitioned as they are read, where the strategy does so).
+    """Weights in ``dtype``, on the CPU (or partitioned while they are read, if the strategy does that).
 
     Args:
         seed: of random weights.
         bits: 4 or 8 for quantised linear layers, on ``device``; None for those that are stored, quantised or not.
-        random_weights: draw the weights, and read none.
+        random_weights: draw the weights instead of reading them.
 
     Raises:
         InputError: if the model cannot be loaded.
@@ -275,7 +276,7 @@ def load_model(
 
 
 def shape(model: PreTrainedModel) -> dict[str, int]:
-    """Sizes that the count of FLOPs needs; read off modules, since weights may be partitioned already."""
+    """Sizes needed to count FLOPs; taken from modules, since weights may already be partitioned."""
     config = model.config.get_text_config()
     linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "original_m" not in name]
     trained = [m for m in linear if m.weight.requires_grad]
@@ -297,7 +298,7 @@ def answers(
     most_tokens: Sequence[int],
     device: torch.device,
 ) -> list[str]:
-    """The most likely continuations, computed together. Every process must ask the same: sharded layers are gathered.
+    """The most likely continuations, computed in one batch. Collective: sharded layers are gathered.
 
     Args:
         prompts: tokens up to where the answers begin; shorter ones are padded on the left.
@@ -319,15 +320,15 @@ def answers(
 
 
 def answer_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[list[int]]) -> list[str]:
-    """Words of answers, without what marks their ends."""
+    """Texts of answers, without special tokens."""
     return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in tokens]
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of questions, with the assistant's turn begun; of the bare texts where there is no chat template.
+    """Tokens of questions up to where the assistant's turn begins; of the plain texts if there is no chat template.
 
     Raises:
-        InputError: if the template refuses a question alone, or does not come to an end.
+        InputError: if the template rejects a question alone, or does not finish.
     """
     if tokenizer.chat_template is None:
         return [list(tokenizer(text)["input_ids"]) for text in texts]

@@ -1,4 +1,4 @@
-"""Which models can have packed rows: told from a configuration, before any weight is loaded."""
+"""Which models support packed rows, from the configuration alone, before any weight is loaded."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,32 +12,32 @@ from finetune.models.attention import FLASH, PACKED
 _ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types in which bounds keep documents apart; others mix, compress or chunk along the whole row."""
 _SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
-"""Model types whose softmax has a learned sink, which no configuration key tells."""
+"""Model types whose softmax has a learned sink, which no configuration key shows."""
 _WINDOW_IN_MASK = {"phimoe"}
-"""Model types that slide their window in the mask alone, and do not tell attention."""
+"""Model types whose sliding window is only in the mask, and not passed to attention."""
 
 
 def problems(
     config: PreTrainedConfig, *, attention: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> list[str]:
-    """Sentences on why documents cannot be packed for a model, before its weights are loaded.
+    """Why documents cannot be packed for a model, as sentences, before its weights are loaded.
 
     Args:
         attention: the name for ``attn_implementation``.
         dtype: in which the model computes.
         capability: the GPU's compute capability, (8, 0) for Ampere; None where there is no GPU.
     """
-    off = "or switch packing off"
+    off = "or set data.packing to false"
     if attention not in (PACKED, *FLASH):
         return [
-            f"With attention {attention} packed documents would see each other, or need a mask of the row's length "
-            f"squared; choose {', '.join((PACKED, *FLASH))}, {off}."
+            f"With attention {attention}, packed documents would attend to each other, or need a mask of the row's "
+            f"length squared; choose {', '.join((PACKED, *FLASH))}, {off}."
         ]
     text = config.get_text_config(decoder=True)
     name = f"The model type {text.model_type}"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return [
-            f"{name} is not one of transformers' causal language models, so packing is not known to be safe; "
+            f"{name} is not one of transformers' causal language models, so packing may be unsafe; "
             f"choose another model, {off}."
         ]
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -45,16 +45,16 @@ def problems(
     found = []
     takes = takes_registered_attention if attention == PACKED else takes_flash_attention
     if not takes(architecture):
-        found.append(f"{name} does not take attention {attention}; choose another model, {off}.")
+        found.append(f"{name} does not support attention {attention}; choose another model, {off}.")
     mixing = sorted(set(settings.get("layer_types") or []) - _ISOLATED_LAYERS)
     if is_stateful(architecture) or mixing:
         kinds = f" ({', '.join(mixing)})" if mixing else ""
         found.append(f"{name} has layers{kinds} that mix packed documents; choose a model of attention layers, {off}.")
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not settings.get("is_decoder")
     if encoder or config.is_encoder_decoder:
-        found.append(f"{name} is or has an encoder, which packing does not cover; choose a decoder, {off}.")
+        found.append(f"{name} is or has an encoder, which packing does not support; choose a decoder, {off}.")
     if text.model_type in _WINDOW_IN_MASK and settings["sliding_window"] is not None:
-        found.append(f"{name} does not tell attention its sliding window; set sliding_window to null, {off}.")
+        found.append(f"{name} does not pass its sliding window to attention; set sliding_window to null, {off}.")
     if found:
         return found  # the rest is about attention layers, which this model may not even have
     if capability is not None:
@@ -83,20 +83,20 @@ def problems(
                 "needs 8.0 (Ampere) or newer; set data.packing to false."
             )
     elif attention in FLASH:
-        found.append(f"Attention {attention} needs a GPU, and there is none; choose {PACKED}, {off}.")
+        found.append(f"Attention {attention} needs a GPU, but none was found; choose {PACKED}, {off}.")
     if attention == PACKED:
         found += [f"{name} {reason}." for reason in _not_computed(settings, on_gpu=capability is not None)]
     return found
 
 
 def _not_computed(settings: dict[str, Any], *, on_gpu: bool) -> Iterator[str]:
-    """Clauses on the mathematics that ``packed_attention`` lacks."""
+    """Clauses on features that ``packed_attention`` lacks."""
     if settings.get("attn_logit_softcapping") is not None:
-        yield "caps attention logits, which packed attention does not; choose flash_attention_2, or switch packing off"
+        yield "caps attention logits, which packed attention lacks; use flash_attention_2, or set data.packing to false"
     if settings["model_type"] in _SINKS:
-        yield "has attention sinks, which packed attention lacks; choose flash_attention_3, or switch packing off"
+        yield "has attention sinks, which packed attention lacks; use flash_attention_3, or set data.packing to false"
     if on_gpu and settings.get("attention_dropout"):
         yield (
             f"has attention_dropout {settings['attention_dropout']}, which packed attention cannot apply on a GPU; "
-            "set it to 0 in the model's configuration, or switch packing off"
+            "set it to 0 in the model's configuration, or set data.packing to false"
         )

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 
 def stored_bits(config: PreTrainedConfig) -> int | None:
-    """Bits that a published model is quantised to by bitsandbytes; None for one that is not quantised."""
+    """Bits of a model that was published quantised with bitsandbytes; None if it is not quantised."""
     stored = _stored(config)
     if stored.get("quant_method") != "bitsandbytes" and not {"load_in_4bit", "load_in_8bit"} & set(stored):
         return None
@@ -24,7 +24,7 @@ def stored_bits(config: PreTrainedConfig) -> int | None:
 
 
 def problems(config: PreTrainedConfig, bits: int | None) -> list[str]:
-    """Why a model cannot be had in so many bits, as sentences.
+    """Why a model cannot be quantised to these bits, as sentences.
 
     Args:
         bits: 4, 8 or None, as the recipe asks.
@@ -32,19 +32,19 @@ def problems(config: PreTrainedConfig, bits: int | None) -> list[str]:
     stored, found = _stored(config), stored_bits(config)
     if stored and found is None:
         return [
-            f"model.path: this model is published quantised by {stored.get('quant_method', 'an unknown method')}, "
-            "which cannot be trained on here; take its 16-bit version and set quantization.bits to 4 or 8."
+            f"model.path: this model is published quantised with {stored.get('quant_method', 'an unknown method')}, "
+            "which is not supported; use its 16-bit version and set quantization.bits to 4 or 8."
         ]
     if found is not None and bits not in (None, found):
         return [
-            f"quantization.bits: this model is published in {found} bits and cannot be had in {bits}; set it to "
-            f"{found}, or take the 16-bit version of the model."
+            f"quantization.bits: this model is published in {found} bits and cannot be loaded in {bits}; set it to "
+            f"{found}, or use the 16-bit version of the model."
         ]
     return []
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:
-    """Whether what is quantised is most of the model, as a sentence if not.
+    """A sentence if quantisation would miss most of the model.
 
     Args:
         model: its modules; weights may be on the meta device.
@@ -56,14 +56,16 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if share > 0.9:
         return []
     return [
-        f"quantization.bits: only {100 * share:.0f} % of this model's matrices are linear layers, which are quantised; "
-        "the others (experts of a mixture, say) would stay in 16 bits. Set quantization.bits to none, and shard over "
+        f"quantization.bits: only {100 * share:.0f} % of this model's matrix weights are in linear layers, "
+        "which can be "
+        "quantised; the others (for example experts) would stay in 16 bits. Set quantization.bits to none, and "
+        "shard over "
         "more GPUs."
     ]
 
 
 def quantised_bytes(model: PreTrainedModel, bits: int) -> int:
-    """Bytes of a model whose linear layers, all but the output head, have so many bits, and the rest 16.
+    """Bytes of a model whose linear layers, except the output head, have this many bits, and the rest 16.
 
     Args:
         model: its modules; weights may be on the meta device.
@@ -79,7 +81,7 @@ def _stored(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def bitsandbytes_config(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers shall quantise while it reads.
+    """How transformers quantises while it reads the weights.
 
     Args:
         dtype: of computation. 4-bit weights are stored in tensors of this dtype too: sharded training gathers tensors
@@ -97,7 +99,7 @@ def bitsandbytes_config(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def quantize(model: PreTrainedModel, bits: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Quantise the linear layers of a model in memory, one after the other, each moved to ``device`` by it."""
+    """Quantise the linear layers of a model in memory, one after the other; each moves to ``device``."""
     import bitsandbytes as bnb
 
     head = model.get_output_embeddings()
@@ -120,7 +122,7 @@ def quantize(model: PreTrainedModel, bits: int, dtype: torch.dtype, device: torc
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Bring quantised layers, however they were made, to one form: what they compute in and are stored in."""
+    """Give quantised layers, however they were made, the same compute and storage dtypes."""
     import bitsandbytes as bnb
 
     for layer in model.modules():

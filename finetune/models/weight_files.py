@@ -1,7 +1,7 @@
-"""The files that hold a model's weights: which they are, and what their headers say. No weights are read here.
+"""A model's weight files and their headers. No weights are read here.
 
-A header names each tensor with its shape, so that a model that is cut off, half downloaded or of other sizes than its
-config.json is refused in milliseconds, before data are prepared and long before weights load. No PyTorch is needed.
+A header names each tensor with its shape. So a truncated, half downloaded or wrongly sized model is refused in
+milliseconds, before data are prepared and long before weights load. No PyTorch is needed.
 """
 
 import json
@@ -21,16 +21,17 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def local_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder, all of which are there.
+    """The safetensors files of a model folder; all of them exist.
 
     Raises:
-        InputError: if there are none, if a part is missing, if the index cannot be read or names files elsewhere, or
-            if an adapter lies beside them.
+        InputError: if there are none, if a part is missing, if the index cannot be read or names files outside, or
+            if the folder also has an adapter.
     """
     if (folder / ADAPTER).is_file():
         raise InputError(
-            f"model.path: {folder} holds {ADAPTER} beside a model, and transformers would load both; make one model of "
-            f"them with `finetune merge`, or move {ADAPTER} elsewhere."
+            f"model.path: {folder} contains {ADAPTER} beside a model, and transformers would load both; merge "
+            "them with "
+            f"`finetune merge`, or move {ADAPTER} elsewhere."
         )
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
@@ -39,7 +40,7 @@ def local_files(folder: Path) -> list[Path]:
     files = [folder / name for name in parts(folder / INDEX)]
     if absent := [file.name for file in files if not file.is_file()]:
         raise InputError(
-            f"model.path: {folder} lacks {first_of(absent)}, which {INDEX} names: the download was not completed. "
+            f"model.path: {folder} lacks {first_of(absent)}, which {INDEX} lists: the download is incomplete. "
             "Download the model again."
         )
     return files
@@ -55,14 +56,14 @@ def parts(index: Path) -> list[str]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"model.path: {index} is no index of weights ({type(error).__name__}: {error}); download it again."
+            f"model.path: {index} is not a valid index of weights ({type(error).__name__}: {error}); download it again."
         ) from error
     for name in names:
         path = PurePosixPath(str(name))
         if path.is_absolute() or ".." in path.parts or "\\" in str(name) or path.suffix != ".safetensors":
             raise InputError(
-                f"model.path: {index} names {name!r}, but the parts of a model are safetensors files in its own "
-                "folder. Do not use this model unless you trust where it comes from; correct the index if you do."
+                f"model.path: {index} names {name!r}, but the parts of a model must be safetensors files in its own "
+                "folder. Do not use this model unless you trust its source; if you do, correct the index."
             )
     return names
 
@@ -71,7 +72,7 @@ def shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor in these files.
 
     Raises:
-        InputError: if a file is no safetensors file, or is cut off.
+        InputError: if a file is not a safetensors file, or is truncated.
     """
     found = {}
     for path in files:
@@ -82,7 +83,7 @@ def shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def opened(path: Path, framework: str) -> Iterator[Any]:
-    """A safetensors file, whose header fits its size.
+    """A safetensors file whose header matches its size.
 
     Raises:
         InputError: if it does not.
@@ -98,13 +99,13 @@ def opened(path: Path, framework: str) -> Iterator[Any]:
 def _why_none(folder: Path) -> str:
     if list(folder.glob("*.bin")):
         return (
-            f"model.path: the folder {folder} has weights as pickle files only, which can run code when they are "
+            f"model.path: the folder {folder} only has pickle files as weights, which can run code when they are "
             "read; convert them to safetensors."
         )
     if others := sorted(file.name for file in folder.glob("*.safetensors")):
         return (
             f"model.path: the folder {folder} has {first_of(others)}, but neither {ONE_FILE} nor {INDEX}: the download "
-            "was not completed, or the model is not in the format of transformers. Download the model again."
+            "is incomplete, or the model is not in transformers' format. Download the model again."
         )
     return (
         f"model.path: the folder {folder} has no weights ({ONE_FILE} or {INDEX}). Download the model again; or set "
@@ -119,11 +120,11 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     except OSError as reason:
         return f"model.path: {path} cannot be read ({reason.strerror}); check its permissions."
     if is_pointer:
-        return f"model.path: {path} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder."
-    return f"model.path: {path} is cut off or damaged ({error}); download it again."
+        return f"model.path: {path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder."
+    return f"model.path: {path} is truncated or damaged ({error}); download it again."
 
 
 def first_of(names: list[str], count: int = 3) -> str:
-    """The first few names, and how many there are beside them."""
+    """The first few names, and the number of the others."""
     rest = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(names[:count]) + rest

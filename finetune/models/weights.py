@@ -1,8 +1,8 @@
-"""Whether the weights that are stored are those of the model, all of them, and numbers.
+"""Check that the stored weights are complete, fit the model and are finite.
 
-transformers fills what it does not find with random numbers and goes on. Here the tensors of the files are held against
-the model before they are read, by transformers' own loading on the meta device: it knows which names a model has had,
-what is tied, and which parts are put together when they are read.
+transformers fills missing weights with random numbers and continues. Here the tensors of the files are compared with
+the model before they are read, by transformers' own loading on the meta device: it knows renamed weights, tied weights,
+and weights that are merged while they are read.
 """
 
 import copy
@@ -22,7 +22,7 @@ HARMLESS = (
     r"(^|\.)(masked_bias|attn\.bias)$",  # attention masks, which older versions stored
     r"(^|\.)mtp(\.|$)",  # layers that predict further tokens for speculative decoding, unused here
 )
-"""Patterns of tensors that may be stored beside the model's, in addition to those that transformers ignores."""
+"""Patterns of extra tensors that are ignored, in addition to those that transformers ignores."""
 OF_BITSANDBYTES = re.compile(r"(\.weight\.(nested_)?(absmax|quant_map)|\.quant_state\.\w+|\.SCB|\.weight_format)$")
 """What bitsandbytes stores beside a quantised weight."""
 ELEMENTS_AT_ONCE = 2**26
@@ -35,7 +35,7 @@ def files(path: str, revision: str | None) -> list[Path]:
         path: folder of a model, or its id on the hub.
 
     Raises:
-        InputError: if there are none, or not all of them, or they cannot be downloaded.
+        InputError: if they are missing or incomplete, or cannot be downloaded.
     """
     if Path(path).is_dir():
         return weight_files.local_files(Path(path))
@@ -48,26 +48,28 @@ def files(path: str, revision: str | None) -> list[Path]:
             snapshot_download(path, revision=revision, allow_patterns=weight_files.parts(folder / weight_files.INDEX))
     except OSError as error:
         raise InputError(
-            f"model.path: the weights of {path} cannot be downloaded ({error}); check the connection, or give a folder."
+            f"model.path: the weights of {path} cannot be downloaded ({error}); check the connection, or give a "
+            "local folder."
         ) from error
     if not (folder / weight_files.ONE_FILE).is_file() and not (folder / weight_files.INDEX).is_file():
         raise InputError(
-            f"model.path: {path} has no weights in safetensors on the hub, and pickle files are not read, because they "
-            "can run code; take a model that has them, or convert it."
+            f"model.path: {path} has no safetensors weights on the hub, and pickle files are not read because they can "
+            "run code; use a model with safetensors, or convert this one."
         )
     return weight_files.local_files(folder)
 
 
 def problems(skeleton: PreTrainedModel, files: Sequence[Path]) -> list[str]:
-    """Why these files are not the weights of this model, as a sentence: what is missing, unknown or of another shape.
+    """Why these files are not the weights of this model, as a sentence: missing, unknown or differently shaped tensors.
 
     Args:
         skeleton: the model on the meta device, as its configuration describes it.
     """
     if named := skeleton.config.to_dict().get("transformers_weights"):
         return [
-            f"model.path: the config.json in {files[0].parent} names {named} as its weights, which are read from "
-            f"{weight_files.ONE_FILE} or {weight_files.INDEX} only; rename the file, and remove transformers_weights."
+            f"model.path: the config.json in {files[0].parent} names {named} as its weights, but weights are only "
+            f"read from {weight_files.ONE_FILE} or {weight_files.INDEX}; rename the file, and remove "
+            "transformers_weights."
         ]
     stored = weight_files.shapes(files)
     model_class: Any = type(skeleton)
@@ -86,28 +88,28 @@ def problems(skeleton: PreTrainedModel, files: Sequence[Path]) -> list[str]:
             ignore_mismatched_sizes=True,  # all of them are named below
         )
     except RuntimeError:  # transformers names them in its log only
-        wrong = ["tensors that are put together when they are read, such as experts, are missing or of other shapes"]
+        wrong = ["tensors that are merged while they are read, such as experts, are missing or have other shapes"]
     else:
         wrong = _differences(found)
     if not wrong:
         return []
     return [
-        f"model.path: the weights in {files[0].parent} are not the model that its config.json describes: "
+        f"model.path: the weights in {files[0].parent} do not fit its config.json: "
         f"{'; '.join(wrong)}. Download the model again, or correct config.json."
     ]
 
 
 def _differences(found: Mapping[str, Any]) -> list[str]:
-    """What transformers' loading info tells, as clauses."""
+    """transformers' loading info as clauses."""
     missing = sorted(found["missing_keys"])
     unknown = sorted(name for name in found["unexpected_keys"] if not any(re.search(known, name) for known in HARMLESS))
     other = [
-        f"{name} has the shape {_shape(stored)}, not {_shape(described)}"
+        f"{name} has shape {_shape(stored)} instead of {_shape(described)}"
         for name, stored, described in sorted(found["mismatched_keys"])
     ]
     return (
         ([f"{weight_files.first_of(missing)} missing"] if missing else [])
-        + ([f"{weight_files.first_of(unknown)} unknown to it"] if unknown else [])
+        + ([f"{weight_files.first_of(unknown)} unknown"] if unknown else [])
         + ([weight_files.first_of(other)] if other else [])
     )
 
@@ -117,7 +119,7 @@ def _shape(sizes: Iterable[int]) -> str:
 
 
 def not_finite(files: Sequence[Path], *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Which files hold NaN or infinite weights, as sentences. Reads all weights once.
+    """Files with NaN or infinite weights, as sentences. Reads all weights once.
 
     The files are checked and not the model, because quantising turns NaN into a finite weight.
 
@@ -132,7 +134,7 @@ def not_finite(files: Sequence[Path], *, rank: int = 0, world_size: int = 1) -> 
             wrong = [name for name in share if not _is_finite(file.get_tensor(name))]
         if wrong:
             found.append(
-                f"{path} holds NaN or infinite weights, in {weight_files.first_of(wrong)}; download it again, or use "
+                f"{path} has NaN or infinite weights in {weight_files.first_of(wrong)}; download it again, or use "
                 "another version of the model."
             )
     return found

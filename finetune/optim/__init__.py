@@ -1,1 +1,2 @@
-"""``optimizer`` (by name), ``eight_bit`` (its state), ``rounding`` (of bf16 weights), ``schedule`` (learning rates)."""
+"""Optimizers: ``optimizer`` (by name), ``eight_bit`` (8-bit state), ``rounding`` (bf16), ``schedule`` (learning
+rate)."""

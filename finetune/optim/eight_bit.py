@@ -1,10 +1,10 @@
-"""Optimizers whose state is kept in 8 bits, through bitsandbytes.
+"""Optimizers with 8-bit state, through bitsandbytes.
 
-bitsandbytes quantises state in blocks of 256 elements of the tensor that it is given, and knows nothing of sharded
-tensors. Here it steps on the shard that this process holds. So that a shard's state is that of the whole tensor,
-each matrix has 8-bit state, however small its shard (bitsandbytes' own rule spares tensors below 4096 elements),
-and norms and biases have 32-bit state. What remains different is a block that would reach over the edge of a shard:
-there is none where the elements of each shard are a multiple of 256.
+bitsandbytes quantises state in blocks of 256 elements and knows nothing of sharded tensors. Here it steps on the shard
+of this process. A shard's state must equal that of the whole tensor, so every matrix has 8-bit state, however small its
+shard (by default, bitsandbytes leaves tensors below 4096 elements in 32 bits), and norms and biases have 32-bit state.
+The only difference left is a block that crosses the edge of a shard: there is none if each shard has a multiple of 256
+elements.
 
 Example: 512 values, of which element 0 is -1, element 256 is 0.001 and the rest are 0. Blocks of 256 have the scales 1
 and 0.001, and 0.001 is stored exactly, as code 255. In one block of 512 the scale would be 1, and 0.001 would come back
@@ -38,7 +38,7 @@ def build_eight_bit_optimizer(
 
 
 class OnShards:
-    """For an optimizer of bitsandbytes: step on local shards, and round bf16 weights stochastically."""
+    """Mixin for optimizers of bitsandbytes: step on local shards, and round bf16 weights stochastically."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -64,7 +64,7 @@ class OnShards:
                 shard.grad = None  # else it would hold the gradient beside the next one
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What is remembered of the shard of a parameter; empty before its first step."""
+        """The state of the shard of a parameter; empty before its first step."""
         return self.state.get(self.shards.get(parameter), {})
 
     def _shards_of(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -26,11 +26,11 @@ def build_optimizer(
     fused: bool,
     rounding_seed: int,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, over the parameters of a model that are trained.
+    """The optimizer of a recipe, over the trained parameters of a model.
 
     Args:
         name: one of the recipe's ``train.optimizer``.
-        weight_decay: applied to matrices: not to biases, norms and DoRA's magnitudes.
+        weight_decay: of matrices; biases, norms and DoRA's magnitudes have none.
         weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
@@ -80,7 +80,7 @@ def state_bytes_of_weight(name: str, weight_bytes: int) -> int:
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """What an optimizer remembers of a parameter; empty before its first step."""
+    """The optimizer's state of a parameter; empty before its first step."""
     if "bitsandbytes" in sys.modules:  # it takes seconds to import
         from finetune.optim.eight_bit import OnShards
 
@@ -94,9 +94,9 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
 
     A bf16 number has 8 significant bits: an update below 1/256 of its weight is lost when the sum is rounded to
     nearest, which is what most updates of fine-tuning are. Rounding up or down with the probability that
-    preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). So it is with the second moment, whose
-    share of new information is 1/1000 a step. The arithmetic is fp32; weights and both moments are stored in the
-    parameter's dtype. What decides is drawn anew in each step, from ``seed`` and the number of the step.
+    preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). The same holds for the second moment, which
+    changes by 1/1000 per step. The arithmetic is fp32; weights and both moments are stored in the parameter's dtype.
+    The random numbers of a step depend only on ``seed`` and the number of the step.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, seed: int = 0) -> None:

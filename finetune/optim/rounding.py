@@ -1,4 +1,4 @@
-"""Rounding fp32 to bf16 without bias, and the part of a tensor that is rounded here."""
+"""Unbiased rounding of fp32 to bf16, and the local part of a sharded tensor."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,12 +12,12 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounding_noise(seed: int, step: int, device: torch.device) -> torch.Generator:
-    """What the weights of an optimizer step are rounded with: from seed and step alone, so that none need be saved."""
+    """Random numbers to round the weights of an optimizer step: from seed and step alone, so none need be saved."""
     return torch.Generator(device).manual_seed(seed_of(seed, step))
 
 
 def round_stochastically(values: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probability that makes the expectation the value itself.
+    """fp32 to bf16, rounded up or down with the probability that keeps the expectation.
 
     bf16 is the upper half of the bits of fp32: adding a uniform number below 2^16 and cutting the lower half off
     carries into the upper half with just that probability.

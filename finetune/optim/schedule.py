@@ -1,7 +1,7 @@
 """The learning rate as a pure function of the step.
 
-The recipe sets it before each step's backward. There is no scheduler object that could be stepped once
-per process, or once per micro-batch, and nothing that a checkpoint would have to carry.
+The recipe sets it before each backward pass. There is no scheduler object that could be stepped too often (once per
+process or per micro-batch), and nothing to save in a checkpoint.
 """
 
 import math
