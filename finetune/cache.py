@@ -1,7 +1,7 @@
-"""A folder that one process fills while the others wait, and that later runs find complete.
+"""A cache folder that one process fills while the others wait, and that later runs find complete.
 
-Waiting happens on a lock file, not inside a collective: hours of preparation never run into a collective's time limit,
-and the kernel frees the lock of a process that is killed.
+Processes wait on a lock file, not in a collective: hours of preparation never hit a collective's timeout, and the
+kernel releases the lock of a killed process.
 """
 
 import hashlib
@@ -19,12 +19,13 @@ from finetune.errors import InputError
 
 
 def cache_folder() -> Path:
-    """Where this toolkit keeps what can be made again: ``$XDG_CACHE_HOME/finetune``, or ``~/.cache/finetune``."""
+    """Cache folder of this toolkit: ``$XDG_CACHE_HOME/finetune``, or ``~/.cache/finetune``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune"
 
 
 def data_cache_folder() -> Path:
-    """Where prepared rows lie: ``$FINETUNE_DATA_CACHE`` (a fast disk, say), or ``data`` in ``cache_folder``."""
+    """Folder of prepared rows: ``$FINETUNE_DATA_CACHE`` (for example on a fast disk), or ``data`` in
+    ``cache_folder``."""
     return Path(os.environ.get("FINETUNE_DATA_CACHE") or cache_folder() / "data")
 
 
@@ -96,6 +97,6 @@ def flush(path: Path) -> None:
 
 def _not_writable(folder: Path, error: OSError) -> str:
     return (
-        f"Prepared data could not be written to {folder} ({error.strerror or error}); make room there, or set the "
+        f"Prepared data could not be written to {folder} ({error.strerror or error}); free some space, or set the "
         "environment variable FINETUNE_DATA_CACHE to another folder."
     )

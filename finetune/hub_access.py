@@ -1,6 +1,6 @@
-"""Whether the hub gives a model or dataset to this user: asked once, in a few seconds, before a library loads it.
+"""Check access to a model or dataset on the hub: once, within seconds, before a library loads it.
 
-The libraries try six times, half a minute for each file, and then name the file that they looked for last.
+The libraries retry six times, half a minute per file, and then only name the last file they tried.
 """
 
 import threading
@@ -39,7 +39,7 @@ def refuse_without_access(
     try:
         url = hf_hub_url(name, file, repo_type=kind, revision=revision)
     except errors.HFValidationError as error:
-        raise InputError(f"{name} is neither a folder here nor an id on the hub (owner/name).") from error
+        raise InputError(f"{name} is neither a local folder nor a hub id (owner/name); check the name.") from error
     failure = _failure(url, seconds)
     answered = isinstance(failure, errors.HfHubHTTPError)
     if failure and (answered or try_to_load_from_cache(name, file, repo_type=kind, revision=revision) is None):
@@ -56,7 +56,7 @@ def _why_refused(failure: Exception, name: str, kind: Kind, revision: str | None
     if isinstance(failure, errors.GatedRepoError):
         return f"No access to {name}: accept its terms at {page}, log in with `hf auth login`"
     if isinstance(failure, errors.RepositoryNotFoundError):
-        return f"The hub has no {kind} {name}, or a private one: check the name, log in with `hf auth login`"
+        return f"The hub has no {kind} {name}, or it is private: check the name, log in with `hf auth login`"
     if isinstance(failure, errors.RevisionNotFoundError):
         return f"{name} has no branch, tag or commit {revision}: check the revision"
     if isinstance(failure, errors.HfHubHTTPError) and failure.response.status_code in (401, 403):
@@ -68,7 +68,7 @@ def _why_silent(failure: Exception, name: str) -> str:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(failure, OfflineModeIsEnabled):
-        return f"{name} is not in the cache, and HF_HUB_OFFLINE keeps it from being downloaded: unset it"
+        return f"{name} is not in the cache, and HF_HUB_OFFLINE prevents downloading it: unset it"
     return f"The hub cannot be reached ({first_line(failure)}), and {name} is not in the cache: check the network"
 
 

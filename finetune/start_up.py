@@ -1,4 +1,4 @@
-"""Before training, a signal or the end of the launcher ends the process at once: there is nothing to save yet.
+"""Before training, a signal or the end of the launcher ends the process immediately: there is nothing to save yet.
 
 The kernel carries out a signal's default action wherever the process stands: in a collective, in C code, in a
 destructor. A handler written in Python would wait there, and the KeyboardInterrupt that Python's own handler raises is
@@ -50,7 +50,7 @@ def _watch(launcher: int) -> None:
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     ):  # then the run takes signals, and watches the launcher itself
         if os.getppid() != launcher:  # it is gone, and another process has adopted this one
-            end("error: the launcher has ended, so this process ends before its first step.", EXIT_CODE_OF_A_LOST_RUN)
+            end("error: the launcher has ended, so this process exits before its first step.", EXIT_CODE_OF_A_LOST_RUN)
         time.sleep(LOOK_SECONDS)
 
 

@@ -93,7 +93,7 @@ def test_each_refusal_of_the_hub_has_its_own_remedy_and_other_answers_have_none(
         "the folder of a model."
     )
     assert lines["absent"].startswith(
-        "The hub has no model owner/absent, or a private one: check the name, log in with"
+        "The hub has no model owner/absent, or it is private: check the name, log in with"
     )
     assert lines["no_revision"].startswith("owner/no_revision has no branch, tag or commit v2: check the revision")
     for name in ("private", "forbidden"):
@@ -126,7 +126,7 @@ def test_without_a_network_what_the_cache_knows_is_given_and_folders_need_no_hub
         known, unknown, folder, wrong = said("http://127.0.0.1:9", tmp_path, code, **environment)
         assert (known, folder) == ("given", "given")
         assert unknown.startswith(reason)
-        assert wrong == "a b/c is neither a folder here nor an id on the hub (owner/name)."
+        assert wrong == "a b/c is neither a local folder nor a hub id (owner/name); check the name."
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
 
 
 def test_nvme_offload_with_another_optimizer_than_adam_is_refused(run: Run):
-    with pytest.raises(AssertionError, match=r"steps with DeepSpeed's CPU Adam; set train\.optimizer to adamw"):
+    with pytest.raises(AssertionError, match=r"only works with DeepSpeed's CPU Adam; set train\.optimizer to adamw"):
         run("zero3_nvme", 2, train__optimizer="sgd")
 
 

@@ -92,7 +92,7 @@ def test_second_reference_that_keeps_a_base_whole_is_an_error(
         ("fsdp2", 20, "cpu"),
         ("hsdp", 40, "cpu"),
         ("zero3", 20, "cuda:0"),
-        ("zero3", 40, "zero3 puts the whole quantised model, 40.0 GiB, on each GPU at first, and 24.0 GiB are free"),
+        ("zero3", 40, "zero3 first puts the whole quantised model, 40.0 GiB, on each GPU, but only 24.0 GiB are free"),
         ("single", 40, "single puts the whole quantised model, 40.0 GiB"),
     ],
 )
@@ -124,5 +124,5 @@ def test_more_than_a_share_is_a_problem_and_padding_is_none(held: int, is_proble
 
 def test_line_for_the_screen_tells_share_and_constants():
     text = Sharding("weights", 2, total_bytes=2**31, held_bytes=2**30, constants_bytes=2**20).describe()
-    assert text == "weights on this process: 1.00 GiB of 2.00 GiB, 1/2; beside them 1.0 MiB to dequantise with"
+    assert text == "weights on this process: 1.0 GiB of 2.0 GiB, 1/2; plus 1.0 MiB of quantisation constants"
     assert Sharding("weights", 1, 2**20, 2**20, 0).describe() == "weights on this process: 1.0 MiB, nothing sharded"

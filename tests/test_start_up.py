@@ -77,7 +77,7 @@ def test_process_whose_launcher_is_killed_while_it_imports_ends_and_says_why(slo
     finally:
         if process.is_running():
             process.kill()
-    assert "error: the launcher has ended, so this process ends before its first step." in errors
+    assert "error: the launcher has ended, so this process exits before its first step." in errors
 
 
 def test_process_that_no_launcher_started_outlives_its_parent(slow_torch: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,16 +1,16 @@
-"""DDP, FSDP2 and DeepSpeed ZeRO: the only place that knows them by name.
+"""DDP, FSDP2 and DeepSpeed ZeRO: the only room that knows them by name.
 
-``strategy`` (what the launch asks for, and whether it can work), ``gpus`` (those of the launch), ``setup`` (process
-group, Accelerator, preparation, end), ``weight_loading`` (where weights are read to, and by whom), ``active`` (what is
-really active; norms and whole parameters), ``sharding`` (how much of it each process holds), ``flat_shards`` (which
-elements of a parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
-checkpoints hold them), ``loss_scale`` (of fp16, to go on with), ``interruption`` (signals, lost processes),
-``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ parts, built once), ``launch_environment``
-(what ``accelerate launch`` makes of a strategy file, for notebooks and tests).
-Which strategy goes with what stands in ``finetune.config.compatibility``.
+``strategy`` (the launch, and whether it can work), ``gpus`` (GPUs of the launch), ``setup`` (process group,
+Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
+of what is active; whole parameters), ``sharding`` (how much each process holds), ``flat_shards`` (which elements of a
+parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
+store them), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes), ``long_timeout``
+(collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once), ``launch_environment`` (the
+environment of a strategy file, for notebooks and tests). Compatibility is in ``finetune.config.compatibility``.
 
-The launch file (``accelerate_configs/*.yaml``) chooses; the environment that ``accelerate launch`` makes
-of it is read here, checked, brought to one numerical policy, and proven active after preparation.
+The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
+variables, which are read and checked here. All strategies follow one numerical policy, and each is proven active after
+preparation.
 
 The policy: trained parameters have fp32 master weights and fp32 optimizer state; computation runs in the
 launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32; the gradient norm is the

@@ -1,4 +1,4 @@
-"""What is really active, read off the prepared model; and whole weights."""
+"""Proof of the active strategy, from the prepared model; and whole weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +19,10 @@ from finetune.hardware.cards import peak_flops
 def prove_active(
     accelerator: Accelerator, strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Hold what is active against what was asked for.
+    """Compare the active strategy with the requested one.
 
     Raises:
-        RuntimeError: if it is another strategy, another number of processes, or not sharded as it should be.
+        RuntimeError: if the strategy or the number of processes differs, or the model is not sharded as it should be.
     """
     found = (active_name(model), accelerator.num_processes)
     if found != (strategy.name, strategy.world_size):
@@ -35,7 +35,7 @@ def prove_active(
 
 
 def active_name(model: torch.nn.Module) -> str:
-    """The strategy that a prepared model is really under, read off the model itself."""
+    """The strategy of a prepared model, determined from the model itself."""
     if isinstance(model, DistributedDataParallel):
         return "ddp"
     if isinstance(model, FSDPModule):
@@ -52,23 +52,23 @@ def active_name(model: torch.nn.Module) -> str:
 
 
 def fuses(accelerator: Accelerator) -> bool:
-    """Whether the optimizer may step in a fused kernel.
+    """Whether the optimizer may use a fused kernel.
 
-    Under a loss scaler the kernel decides by itself to skip a step, which Accelerate then takes for a done one.
+    With a loss scaler, the kernel itself decides to skip a step, and Accelerate would count that step as done.
     """
     return accelerator.device.type == "cuda" and accelerator.scaler is None
 
 
 def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of every trained parameter of a model that is not yet prepared: what a result must hold."""
+    """Name and whole shape of every trained parameter of a model before it is prepared: what a result must contain."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of each trained parameter, one after the other, so that one gathered tensor is alive.
+    """Name and whole value of each trained parameter, one at a time, so that only one gathered tensor is alive.
 
-    Every process must run through all of them (gathering is collective). Values are the fp32 masters where
-    there are any.
+    Every process must iterate over all of them (gathering is collective). Values are the fp32 masters if there are
+    any.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -89,9 +89,9 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
 
 
 def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of each trained parameter as the model computes with it, one after the other.
+    """Name and whole value of each trained parameter as the model computes with it, one at a time.
 
-    They reach it by another way than the masters of ``full_parameters``, and can be held against them. Collective.
+    They take another path than the masters of ``full_parameters``, so the two can be compared. Collective.
     """
     bare = accelerator.unwrap_model(model)
     sharded: list[tuple[str, Any]] = [
@@ -116,5 +116,5 @@ def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iter
 
 
 def peak_flops_of(accelerator: Accelerator) -> float | None:
-    """Peak FLOP/s of this process's device, where it is known."""
+    """Peak FLOP/s of this process's device, None if unknown."""
     return peak_flops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """DeepSpeed's C++ operations: compiled once, by one process, and never left locked.
 
-DeepSpeed compiles them at first use, which takes minutes, and a build that is killed leaves a ``lock`` file
-on which every later start waits for ever. ``build`` holds a lock of the operating system, which dies with
-its process, and removes what a dead build left. ``python -m finetune.distributed`` builds them beforehand.
+DeepSpeed compiles them at first use, which takes minutes. A killed build leaves a ``lock`` file on which every later
+start would wait forever. ``build`` uses an operating system lock, which ends with its process, and removes stale files.
+``python -m finetune.distributed`` builds the operations in advance.
 """
 
 import fcntl
@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 NO_LIBAIO = (
-    "zero3_nvme needs the header and library of libaio, which this machine lacks; install them "
+    "zero3_nvme needs the header and library of libaio, which were not found; install them "
     "(Debian and Ubuntu: apt-get install libaio-dev), or use zero3_offload."
 )
 
 
 def problems(*, nvme: bool) -> list[str]:
-    """What DeepSpeed lacks on this machine, as sentences."""
+    """What is missing for DeepSpeed on this machine, as sentences."""
     if importlib.util.find_spec("deepspeed") is None:
         return ["The ZeRO strategies need DeepSpeed; install it with: pip install deepspeed."]
     if nvme:
@@ -34,7 +34,7 @@ def problems(*, nvme: bool) -> list[str]:
 
 
 def build(*, cpu: bool, offload: bool, nvme: bool) -> None:
-    """Compile and load what a launch needs; other processes wait on the file system, not in a collective.
+    """Compile and load the operations of a launch; other processes wait on a file lock, not in a collective.
 
     Args:
         cpu: the processes communicate over CPU memory (a rehearsal).
@@ -58,12 +58,15 @@ def build(*, cpu: bool, offload: bool, nvme: bool) -> None:
             for stale in root.glob(f"**/{builder.name}/lock"):
                 stale.unlink()
             if not list(root.glob(f"**/{builder.name}/{builder.name}.so")):
-                print(f"Compiling DeepSpeed's {builder.name}, once; this takes up to a few minutes.", flush=True)
+                print(
+                    f"Compiling DeepSpeed's {builder.name}; this happens once and takes minutes.",
+                    flush=True,
+                )
             builder.load(verbose=False)
 
 
 def prepare_import() -> None:
-    """Tell DeepSpeed what to run on, which it would guess with a warning, and where ninja lies: beside this Python."""
+    """Tell DeepSpeed its accelerator, which it would guess with a warning, and where ninja is: beside this Python."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     scripts = sysconfig.get_path("scripts")

@@ -1,7 +1,7 @@
-"""Which stretch of each trained parameter this process holds, and in which tensor it lies there.
+"""Flat shards: which elements of each trained parameter this process holds, and in which tensor.
 
-Whatever the strategy, it is a contiguous run of elements of the flattened parameter: all of them (one process, DDP),
-rows of its first dimension (FSDP2), or a part of a flat partition that several parameters share (ZeRO).
+Under every strategy they are a contiguous range of the flattened parameter: all elements (one process, DDP), rows of
+its first dimension (FSDP2), or a part of a flat partition that several parameters share (ZeRO).
 
 Example: a weight of shape (5, 3), 15 elements, on 2 processes. Process 1 holds the last two rows under FSDP2: begin 9,
 count 6. ZeRO-3 cuts the weight into parts of 8, the last one padded: begin 8, count 7. ZeRO-2 puts the weight and a
@@ -30,19 +30,19 @@ class FlatShard:
     """The part of a trained parameter that this process holds."""
 
     name: str
-    """The parameter's, in the bare model."""
+    """Of the parameter in the bare model."""
     shape: tuple[int, ...]
     """Of the whole parameter."""
     begin: int
-    """Its first element's number in the flattened whole."""
+    """Index of its first element in the flattened parameter."""
     count: int
-    """Its elements, at least one."""
+    """Number of elements, at least one."""
     holder: torch.Tensor
-    """What the optimizer steps on and keeps its state by: the parameter itself, or a flat partition of several."""
+    """The tensor that the optimizer steps on and keys its state by: the parameter, or a flat partition of several."""
     offset: int
-    """Its first element's number in the flattened holder."""
+    """Index of its first element in the flattened holder."""
     keeps_blocks: bool
-    """Whether blocks of ``BLOCK`` elements of the holders are blocks of the whole, on every process."""
+    """Whether the holders' blocks of ``BLOCK`` elements are also blocks of the whole parameter, on every process."""
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -55,8 +55,8 @@ def flat_shards(strategy: Strategy, model: torch.nn.Module, *, values: bool) -> 
     """What this process holds of each trained parameter of a prepared model.
 
     Args:
-        values: those on disk are read for their stretch and written back after it, so that it is good until the next
-            one is asked for. Without, holders on disk are empty.
+        values: read holders on disk for their shards and write them back afterwards, so a shard is valid until the
+            next one is requested. Without it, holders on disk are empty.
     """
     engine = engine_of(model)
     if engine is None:
@@ -73,7 +73,7 @@ def _of_whole(name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
 
 
 def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
-    """FSDP2 and HSDP: equal numbers of rows, of which the last processes may have fewer or none."""
+    """FSDP2 and HSDP: equal numbers of rows; the last processes may have fewer or none."""
     assert parameter.placements[-1] == Shard(0), parameter.placements
     mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinates is not None
@@ -88,9 +88,9 @@ def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
 
 
 def _of_common_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any) -> Iterator[FlatShard]:
-    """ZeRO-1 and ZeRO-2: parameters lie end to end in a flat tensor for each group, of which each process has a part.
+    """ZeRO-1 and ZeRO-2: the parameters of a group lie end to end in a flat tensor, of which each process has a part.
 
-    DeepSpeed notes where.
+    DeepSpeed records where.
     """
     for name, parameter in trained_parameters(model):
         mapping = flat_mapping(parameter)
@@ -104,7 +104,7 @@ def _of_common_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any)
 
 
 def _of_own_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any, values: bool) -> Iterator[FlatShard]:
-    """ZeRO-3: each parameter is cut into equal parts, the last one padded; those of a process lie end to end."""
+    """ZeRO-3: each parameter is cut into equal parts, the last one padded; the parts of a process lie end to end."""
     named = trained_parameters(model)
     for group, flat in enumerate(zero.fp32_partitioned_groups_flat):
         holding: AbstractContextManager[torch.Tensor] = in_memory(zero, group) if values else nullcontext(flat)
@@ -119,5 +119,5 @@ def _of_own_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any, va
 
 
 def _keeps_blocks(offset: int, first_cut: int, elements: int) -> bool:
-    """Whether a parameter begins with a block where it begins, and is cut between blocks if at all."""
+    """Whether a parameter begins at the edge of a block and is only cut between blocks."""
     return offset % BLOCK == 0 and (first_cut >= elements or first_cut % BLOCK == 0)

@@ -9,7 +9,7 @@ from finetune.hardware.cards import Machines, lookup
 
 
 def machines_of(strategy: Strategy) -> Machines | None:
-    """The machines of a launch, taken to be like this one; None in a rehearsal without a GPU."""
+    """The machines of a launch, assumed to be like this one; None in a rehearsal without a GPU."""
     if strategy.rehearsal:
         return None
     properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,12 +1,12 @@
-"""What ends a run from outside while it trains: signals, the launcher's end, and a process that is lost.
+"""External events that stop a run while it trains: signals, the end of the launcher, and lost processes.
 
-A signal to any process is agreed on by all at the next step boundary, so that they save and end together; the same
-signal once more has the effect that it would have had without the run: it ends its process at once, and Ctrl-C in a
-notebook raises KeyboardInterrupt. A process that dies takes the others of its machine along within a second: waiting
-in a collective for one that is gone would last until a time limit. Before training, see ``finetune.start_up``.
+All processes agree on a signal at the next step boundary, so they save and stop together. The same signal again has its
+default effect: it ends its process at once, and Ctrl-C in a notebook raises KeyboardInterrupt. When a process dies, the
+others on its machine end within a second; otherwise they would wait in a collective until its timeout. Before training,
+see ``finetune.start_up``.
 
-A thread looks, because the main thread may stand in a collective, where Python handles no signal. Limit: a process that
-is lost on another machine is not seen; what waits for it ends with the collective.
+A thread watches, because the main thread may be in a collective, where Python handles no signals. Limit: a process lost
+on another machine is not noticed; processes that wait for it end with the timeout of the collective.
 """
 
 import os
@@ -30,14 +30,14 @@ from finetune.distributed.strategy import Strategy
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SECONDS = 2.0
-"""Signals that follow one another this closely are one: a terminal and the launcher both pass on a Ctrl-C."""
+"""Signals this close together count as one: a terminal and the launcher both pass on a Ctrl-C."""
 LAUNCHER_ENDED = 127
-"""Stands among the numbers of signals for the end of the launcher."""
+"""Represents the end of the launcher among the signal numbers."""
 
 
 class Interruption:
-    """Looks out for lost processes between ``with`` and its end, which all processes enter together; and for signals
-    from ``take_signals`` on. Nothing is left of it afterwards."""
+    """Watches for lost processes inside its ``with`` block, which all processes enter together, and for signals from
+    ``take_signals`` on. It cleans up after itself."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.world_size = strategy.world_size
@@ -71,8 +71,8 @@ class Interruption:
             dist.destroy_process_group(self._group)
 
     def take_signals(self) -> None:
-        """From here on a signal is noted, for the run to save before it ends; collective, so that no process trains
-        while a signal would still end another."""
+        """From here on a signal is recorded, so the run saves before it stops. Collective, so that no process trains
+        while a signal would still kill another."""
         if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
             self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
             self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -89,11 +89,11 @@ class Interruption:
         return [int(flag) for flag in largest]
 
     def gather(self, value: str | None) -> list[str | None]:
-        """The value of each process, known to all; collective, and however long the others take."""
+        """The values of all processes; collective, waits however long the others take."""
         return gathered(value, self._group)
 
     def expect_the_end(self) -> None:
-        """From here on processes may end, one after the other; collective."""
+        """From here on processes may end one after another; collective."""
         self._ends = True
         self.gather(None)
 
@@ -117,7 +117,7 @@ class Interruption:
                     self._ask(number)
             if not self._ends and not all(map(_is_alive, self._others)):
                 start_up.end(
-                    "error: another process of this run has ended, so this one ends too.",
+                    "error: another process of this run died, so this one exits too.",
                     start_up.EXIT_CODE_OF_A_LOST_RUN,
                 )
             if self._launcher not in (None, os.getppid()):  # it is gone, and another process has adopted this one
@@ -135,8 +135,8 @@ class Interruption:
             signal.signal(number, self._earlier[number])
 
     def _is_handed_back(self, number: int) -> bool:
-        """Whether the second signal goes to Python code that took it before: to that of a notebook, for Ctrl-C. Where
-        there are several processes it would be raised in one of them, which may stand in a collective."""
+        """Whether the second signal goes to an earlier Python handler, such as a notebook's for Ctrl-C. With several
+        processes it would be raised in one of them, which may be in a collective."""
         return self.world_size == 1 and callable(self._earlier[number])
 
 
@@ -148,5 +148,5 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def name_of(asked: int) -> str:
-    """What asked a run to end, in words."""
+    """The event that stopped a run, in words."""
     return "the end of the launcher" if asked == LAUNCHER_ENDED else signal.Signals(asked).name

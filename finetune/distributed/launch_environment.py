@@ -1,7 +1,7 @@
-"""The environment that ``accelerate launch`` would give the processes of a strategy file.
+"""The environment variables that ``accelerate launch`` would set for a strategy file.
 
-For launchers that start processes themselves: ``notebook_launcher`` and the tests. The work is done by
-Accelerate's own launch code, so that a strategy file means the same from a notebook and from a shell.
+For code that starts processes itself: ``notebook_launcher`` and the tests. Accelerate's own launch code does the work,
+so a strategy file means the same in a notebook and in a shell.
 """
 
 import os
@@ -24,7 +24,7 @@ def launch_environment(
     """Variables that ``accelerate launch --config_file FILE --num_processes N`` sets or changes.
 
     Raises:
-        ValueError: if the file is no launch file.
+        ValueError: if the file is not a launch file.
     """
     flags = ["--config_file", str(strategy_file), "--num_processes", str(num_processes), "--main_process_port", "0"]
     if mixed_precision is not None:
@@ -45,12 +45,12 @@ def launch_environment(
 
 @contextmanager
 def launched_as(strategy_file: str | Path, num_processes: int, mixed_precision: str | None = None) -> Iterator[None]:
-    """Set that environment for the processes that are started inside, and restore the old one.
+    """Set that environment for the processes started within, and restore the old one.
 
     ``with launched_as("accelerate_configs/ddp.yaml", 2): notebook_launcher(main, (config,), num_processes=2)``
 
     Raises:
-        InputError: if this process cannot be forked any more, which ``notebook_launcher`` does for several processes.
+        InputError: if this process can no longer be forked, as ``notebook_launcher`` does for several processes.
     """
     if num_processes > 1 and (torch.cuda.is_initialized() or "bitsandbytes" in sys.modules):
         raise InputError(

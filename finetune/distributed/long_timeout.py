@@ -1,4 +1,4 @@
-"""Collectives that wait as long as it takes: for a disk, a checksum, a person. Those of training give up soon."""
+"""Collectives with a long timeout, for disks, checksums and people. Those of training give up soon."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ Value = TypeVar("Value")
 
 
 def long_timeout_group() -> dist.ProcessGroup | None:
-    """A group of all processes, on the hosts; None where there is one process. Collective."""
+    """A gloo group of all processes; None if there is only one. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
 
 
 def gathered(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """The value of each process, known to all; collective."""
+    """The values of all processes; collective."""
     if group is None:
         return [value]
     values = [value] * dist.get_world_size()
@@ -35,7 +35,7 @@ def long_timeout_gather() -> Iterator[Callable[[str], list[str]]]:
 
 @contextmanager
 def main_process_writes() -> Iterator[None]:
-    """Let the other processes wait while one writes."""
+    """Let the other processes wait while the main process writes."""
     group = long_timeout_group()
     yield
     if group is not None:

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 as plain numbers, the same for PyTorch's scaler and for DeepSpeed's."""
+"""The loss scale of fp16 as plain numbers, in one form for PyTorch's and DeepSpeed's scalers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from finetune.distributed.sharding import engine_of
 
 
 def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float] | None:
-    """What the next steps' loss scale depends on; None where losses are not scaled.
+    """The state of the loss scaler; None if losses are not scaled.
 
     ``scale``; ``good_steps`` since it last changed, after enough of which it grows; and under DeepSpeed ``hysteresis``,
     the overflows from here until it shrinks.
@@ -25,7 +25,7 @@ def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, fl
 
 
 def restore_loss_scale(accelerator: Accelerator, model: torch.nn.Module, state: dict[str, float] | None) -> None:
-    """Go on with what ``loss_scale`` told, under whatever strategy; nothing where losses are not scaled here or there.
+    """Restore what ``loss_scale`` returned, under any strategy; does nothing if losses are not scaled here or there.
 
     The two scalers grow after different numbers of steps; one that is due by the other's count grows at its next step.
     """

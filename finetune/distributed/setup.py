@@ -1,4 +1,4 @@
-"""Process group, Accelerator and preparation, brought to one numerical policy under every strategy; and the end."""
+"""Process group, Accelerator and preparation, with one numerical policy under every strategy; and the end."""
 
 import contextlib
 import io
@@ -31,7 +31,8 @@ from finetune.errors import InputError
 from finetune.hardware import cores
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients that DeepSpeed reduces at a time. Its own 500 million take gigabytes of each GPU, of adapters too."""
+"""Gradients that DeepSpeed reduces at a time. Its default of 500 million takes gigabytes of each GPU, even for
+adapters."""
 
 
 def start(
@@ -54,7 +55,7 @@ def start(
         optimizer: the recipe's name of it.
         weights: ``fp32_master`` or ``bf16``.
         largest_parameter: tells the elements of the model's largest parameter.
-        offload_folder: where ZeRO's NVMe offload keeps its files, unless
+        offload_folder: for the files of ZeRO's NVMe offload, unless
             ``ACCELERATE_DEEPSPEED_OFFLOAD_{PARAM,OPTIMIZER}_NVME_PATH`` name a folder on a faster disk.
     """
     if strategy.rehearsal:
@@ -103,7 +104,7 @@ def start(
 
 
 def share_cores(strategy: Strategy) -> None:
-    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS says how many threads each takes."""
+    """Divide the cores among the processes of this machine, unless OMP_NUM_THREADS sets the threads of each."""
     if multiprocessing.parent_process() is not None:
         torch.set_num_threads(1)  # forked from a notebook, it hangs if it starts OpenMP threads after its parent did
     elif "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
@@ -116,10 +117,10 @@ def _offloads(strategy: Strategy) -> bool:
 
 
 def _join_apart_from_earlier_attempts(strategy: Strategy) -> None:
-    """Join the process group of a launch that was restarted under names of its own.
+    """Join the process group of a restarted launch under its own store prefix.
 
-    A launcher that restarts its processes (``--max_restarts``) keeps the store in which they find one another, where
-    the addresses of the dead ones still stand (pytorch/pytorch#135712, seen in PyTorch 2.13).
+    A launcher that restarts its processes (``--max_restarts``) keeps the store in which they find each other, which
+    still has the addresses of the dead ones (pytorch/pytorch#135712, seen in PyTorch 2.13).
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(strategy.world_size)  # others count their own attempts
@@ -148,7 +149,7 @@ def _join_over_gloo(strategy: Strategy) -> None:
 
 
 def _without_chatter() -> contextlib.AbstractContextManager[object]:
-    """DeepSpeed prints which operation was built, and how much memory is used at four points of its set-up."""
+    """DeepSpeed prints which operations it built, and its memory use at four points of its set-up."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
@@ -174,8 +175,8 @@ def _configure_deepspeed(
     clipping = config.get("gradient_clipping", "auto")
     if clipping not in ("auto", max_grad_norm):
         raise InputError(
-            f"The launch file clips gradients at {clipping} and the recipe at {max_grad_norm}; take gradient_clipping "
-            "out of the launch file, train.max_grad_norm decides."
+            f"The launch file clips gradients at {clipping}, the recipe at {max_grad_norm}; remove gradient_clipping "
+            "from the launch file, since train.max_grad_norm decides."
         )
     config["gradient_clipping"] = max_grad_norm  # left out, Accelerate makes 1.0 of it
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
@@ -208,10 +209,10 @@ def prepare(
     *,
     weights: str,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Shard or wrap model and optimizer as the launch asked, and prove that it happened.
+    """Shard or wrap model and optimizer as the launch requested, and prove that it happened.
 
     Raises:
-        RuntimeError: if the strategy that was asked for is not the one that is active.
+        RuntimeError: if the active strategy is not the requested one.
     """
     if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
         for parameter in model.parameters():
@@ -224,7 +225,7 @@ def prepare(
 
 
 def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -> None:
-    """Leave the process group and remove the files of NVMe offload; a later run in this process starts anew."""
+    """Leave the process group and remove the files of NVMe offload, so that this process can start another run."""
     accelerator.wait_for_everyone()
     if strategy.name.endswith("_nvme") and accelerator.is_local_main_process and offload_folder.exists():
         shutil.rmtree(offload_folder)
@@ -236,7 +237,7 @@ def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -
 
 
 def _forget_earlier_runs() -> None:
-    """Accelerate and transformers keep the settings of a run for the whole process; a notebook runs several."""
+    """Accelerate and transformers keep a run's settings for the whole process, but a notebook runs several."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -244,11 +245,11 @@ def _forget_earlier_runs() -> None:
 
 
 def leave(code: int) -> None:
-    """End this process with an exit code, past the destructors of the communication libraries.
+    """Exit this process with a code, without the destructors of the communication libraries.
 
-    A process that ends the ordinary way sometimes aborts ("terminate called without an active exception")
-    after everything was done, which the launcher reports as a failed run. After an error, leaving the group in
-    good order could wait for processes that do not come.
+    A process that exits normally sometimes aborts ("terminate called without an active exception") after all work is
+    done, which the launcher reports as a failed run. After an error, leaving the group properly could wait for
+    processes that never come.
     """
     sys.stdout.flush()
     sys.stderr.flush()

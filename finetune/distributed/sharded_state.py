@@ -1,9 +1,9 @@
-"""The state of training as flat stretches of tensors, the same under every strategy: what a checkpoint holds.
+"""The training state as flat shards of tensors, in one form for all strategies: the contents of a checkpoint.
 
-``pieces`` gives live views of the trained parameters (fp32 masters where there are any) and of their optimizer state.
-Reading them is what saving needs; to load, ``make_optimizer_state``, overwrite them, ``set_optimizer_steps`` and
-``sync_compute_weights``. 8-bit state is quantised in blocks of 256 elements of what this process holds; where those are
-not blocks of the whole tensor, its pieces have names that only the same launch looks for.
+``pieces`` returns live views of the trained parameters (fp32 masters if there are any) and of their optimizer state. To
+save, read them. To load, call ``make_optimizer_state``, overwrite them, then call ``set_optimizer_steps`` and
+``sync_compute_weights``. 8-bit state is quantised in blocks of 256 elements of this process's shard. If those are not
+blocks of the whole tensor, its pieces get names that only the same launch looks for.
 
 Example: a weight of shape (5, 3) under FSDP2 on 2 processes. Process 1 yields ``weights/w`` with begin 9 and 6 values,
 then ``optimizer/exp_avg/w`` alike. Under HSDP on 4 processes, ranks 1 and 3 hold these same 6 values: rank 1 writes
@@ -27,30 +27,30 @@ from finetune.optim.optimizer import state_of
 from finetune.optim.rounding import local_shard
 
 LEFT_OUT = ("step", "RMS", "qmap1", "qmap2")
-"""Entries of an optimizer's state that are no pieces: its steps go by ``optimizer_steps``, the others are computed."""
+"""State entries that are not pieces: steps are saved by ``optimizer_steps``, the others are computed."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a flattened tensor that this process holds."""
+    """The shard of a flattened tensor that this process holds."""
 
     name: str
     """``weights/<parameter name>`` or ``optimizer/<state key>/<parameter name>``."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     begin: int
-    """Its first element's number in the flattened whole."""
+    """Index of its first element in the flattened tensor."""
     values: torch.Tensor
-    """Shape (elements,): a live view. Reading gives what training uses, writing into it changes that."""
+    """Shape (elements,): a live view of the values that training uses; writing to it changes them."""
     written: tuple[int, int]
-    """First and end of those ``values`` that this process writes (perhaps none), so that all processes together write
-    each element of the whole once."""
+    """Begin and end of the ``values`` that this process writes (possibly none), so that all processes together write
+    each element of the tensor once."""
 
 
 def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
     """Trained parameters and their optimizer state, in the same order at every call.
 
-    A piece is good until the next one is asked for. Run through all of them: what lies on disk is written back.
+    A piece is valid until the next one is requested. Iterate over all of them: state on disk is written back.
 
     Args:
         model, optimizer: as ``prepare`` returned them.
@@ -59,45 +59,45 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves some parameters gathered
     inner = _inner(model, optimizer)
-    for stretch in flat_shards(strategy, model, values=True):
-        first, end = stretch.offset, stretch.offset + stretch.count
-        values = _flat(stretch.holder)[first:end]
-        yield _piece(strategy, f"weights/{stretch.name}", stretch.shape, stretch.begin, values)
-        state = state_of(inner, stretch.holder)
+    for shard in flat_shards(strategy, model, values=True):
+        first, end = shard.offset, shard.offset + shard.count
+        values = _flat(shard.holder)[first:end]
+        yield _piece(strategy, f"weights/{shard.name}", shard.shape, shard.begin, values)
+        state = state_of(inner, shard.holder)
         for key, value in state.items():
             if key not in LEFT_OUT:
-                yield _state_piece(strategy, stretch, key, value, blockwise=f"absmax{key[-1]}" in state)
+                yield _state_piece(strategy, shard, key, value, blockwise=f"absmax{key[-1]}" in state)
 
 
-def _state_piece(strategy: Strategy, stretch: FlatShard, key: str, value: torch.Tensor, *, blockwise: bool) -> Piece:
-    """One tensor of optimizer state: an element for each of the parameter, one for each block, or of its own shape."""
-    name, shape, begin, flat = f"optimizer/{key}/{stretch.name}", stretch.shape, stretch.begin, _flat(value)
-    first, end = stretch.offset, stretch.offset + stretch.count
-    held = local_shard(stretch.holder).numel()
+def _state_piece(strategy: Strategy, shard: FlatShard, key: str, value: torch.Tensor, *, blockwise: bool) -> Piece:
+    """One tensor of optimizer state: one element per weight, one per block, or a shape of its own."""
+    name, shape, begin, flat = f"optimizer/{key}/{shard.name}", shard.shape, shard.begin, _flat(value)
+    first, end = shard.offset, shard.offset + shard.count
+    held = local_shard(shard.holder).numel()
     if key.startswith("absmax"):
         first, end = first // BLOCK, -(-end // BLOCK)
         shape, begin = (-(-torch.Size(shape).numel() // BLOCK),), begin // BLOCK
     elif flat.numel() != held:
-        assert stretch.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
+        assert shard.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
         first, end, shape = 0, flat.numel(), tuple(value.shape)
-    if blockwise and not stretch.keeps_blocks:
+    if blockwise and not shard.keeps_blocks:
         name += f"@{strategy.name}, {strategy.world_size} processes, shard {strategy.shard}"
         shape, begin = (end - first,), 0
     return _piece(strategy, name, shape, begin, flat[first:end])
 
 
 def _piece(strategy: Strategy, name: str, shape: tuple[int, ...], begin: int, values: torch.Tensor) -> Piece:
-    """The processes that hold the same stretch write equal parts of it."""
+    """The processes that hold the same shard write equal parts of it."""
     replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
     first, end = (values.numel() * number // replicas for number in (replica, replica + 1))
     return Piece(name, shape, begin, values, (first, end))
 
 
 def make_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the optimizer would make at its first step, where it has none yet; nothing else changes.
+    """Create the state that the optimizer would create at its first step, if it has none; nothing else changes.
 
-    By a step with gradients of zero and a learning rate of zero, so that each optimizer makes it in its own way.
-    Training goes on from it as from no state at all.
+    It takes a step with zero gradients and zero learning rate, so each optimizer creates its state in its own way.
+    Training continues from it exactly as without state.
     """
     inner, zero = _inner(model, optimizer), _zero(model)
     rates = [group["lr"] for group in inner.param_groups]
@@ -133,22 +133,22 @@ def _step_on_zeros(inner: torch.optim.Optimizer, holders: list[torch.Tensor], st
 
 
 def optimizer_steps(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Parameter name and steps that the optimizer took on it, of the parameters of which this process holds a part."""
+    """Name and optimizer steps of each parameter of which this process holds a part."""
     return {name: int(state["step"]) for name, state in _counted(strategy, model, optimizer)}
 
 
 def set_optimizer_steps(
     strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: dict[str, int]
 ) -> None:
-    """Set what ``optimizer_steps`` tells, put together from all processes: the same for each of them.
+    """Set what ``optimizer_steps`` returned, merged from all processes.
 
     Raises:
-        InputError: if the optimizer did not step on all parameters equally often, and they share a count here.
+        InputError: if parameters have different step counts, and share one count under this strategy.
     """
     if engine_of(model) and len(counts := set(steps.values())) > 1:
         raise InputError(
-            f"The optimizer took between {min(counts)} and {max(counts)} steps on different parameters, which "
-            f"{strategy.name} counts together; resume with the strategy file of the checkpoint."
+            f"The optimizer took between {min(counts)} and {max(counts)} steps on different parameters, but "
+            f"{strategy.name} keeps one count for all; resume with the strategy file of the checkpoint."
         )
     counted = dict(_counted(strategy, model, optimizer))
     for name, state in counted.items():
@@ -158,8 +158,8 @@ def set_optimizer_steps(
 
 
 def _multiply_powers(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Let DeepSpeed's CPU Adam come by the powers of its betas as in training, where it multiplies them from step to
-    step: powers that are computed at once differ in the last bit."""
+    """Let DeepSpeed's CPU Adam compute the powers of its betas as in training, by multiplying step after step: powers
+    computed at once differ in the last bit."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if not isinstance(inner, DeepSpeedCPUAdam):
@@ -174,10 +174,10 @@ def _counted(
     strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     inner = _inner(model, optimizer)
-    for stretch in flat_shards(strategy, model, values=False):
-        state = state_of(inner, stretch.holder)
+    for shard in flat_shards(strategy, model, values=False):
+        state = state_of(inner, shard.holder)
         if "step" in state:
-            yield stretch.name, state
+            yield shard.name, state
 
 
 def _set_step(state: dict[str, Any], step: int) -> None:
@@ -189,10 +189,7 @@ def _set_step(state: dict[str, Any], step: int) -> None:
 
 @torch.no_grad()
 def sync_compute_weights(model: torch.nn.Module) -> None:
-    """After pieces were overwritten: bring the weights that the model computes with up to date with the masters.
-
-    Every process must do it.
-    """
+    """Update the weights that the model computes with from the masters, after pieces were overwritten. Collective."""
     zero = _zero(model)
     if zero is None:
         return  # the masters are what is computed with
@@ -219,7 +216,7 @@ def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _zero(model: torch.nn.Module) -> Any:
-    """DeepSpeed's optimizer around the one that steps, if there is one."""
+    """DeepSpeed's optimizer around the inner one, None without DeepSpeed."""
     engine = engine_of(model)
     return None if engine is None else engine.optimizer
 

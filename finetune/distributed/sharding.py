@@ -1,4 +1,4 @@
-"""How many bytes of what a strategy shards this process really holds: the proof that it is sharded."""
+"""How many bytes of the sharded tensors this process really holds: the proof that they are sharded."""
 
 import sys
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ class Sharding:
     held_bytes: int
     """Of it on this process."""
     constants_bytes: int
-    """Quantisation constants of 4-bit weights, which each process holds whole beside its share."""
+    """Quantisation constants of 4-bit weights, which every process holds in full."""
 
     def problem(self) -> str | None:
-        """A sentence, if this process holds more than its share; shards are padded to equal sizes."""
+        """A sentence if this process holds more than its share; shards are padded to equal sizes."""
         share = self.total_bytes / self.shards
         if self.held_bytes <= 1.1 * share + 16384 * self.shards:
             return None
@@ -42,7 +42,7 @@ class Sharding:
         """One line for the run's output."""
         line = f"{self.what} on this process: {size_text(self.held_bytes)}"
         line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
-        beside = f"; beside them {size_text(self.constants_bytes)} to dequantise with"
+        beside = f"; plus {size_text(self.constants_bytes)} of quantisation constants"
         return line + (beside if self.constants_bytes else "")
 
     def record(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a launch asks for, read off the environment that ``accelerate launch`` makes, and whether it can work here."""
+"""The launch, from the environment that ``accelerate launch`` sets, and whether it can work here."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the launch asked for."""
+    """The strategy, the processes and the precision of a launch."""
 
     name: str
     """Name of the strategy file that asks for it, without ``.yaml``."""
@@ -29,16 +29,16 @@ class Strategy:
     mixed_precision: str
     """``no``, ``bf16`` or ``fp16``: the precision of computation."""
     rehearsal: bool
-    """No accelerator on this machine: the same classes run on CPU."""
+    """No GPU found: the same classes run on the CPU."""
     parent: int = field(default_factory=os.getppid, compare=False)
-    """The process that started this one, when the launch was read off."""
+    """The process that started this one, when the launch was read."""
 
     @classmethod
     def from_environment(cls) -> "Strategy":
         """The strategy of this launch, from the environment that ``accelerate launch`` sets.
 
         Raises:
-            InputError: if the launch asks for something that is not supported.
+            InputError: if the launch is not supported.
         """
         environ, replicas = os.environ, 1
         if environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -83,7 +83,7 @@ class Strategy:
 def _zero_name() -> str:
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
         raise InputError(
-            "The launch file names a deepspeed_config_file, which would hide settings that change the result; "
+            "The launch file names a deepspeed_config_file, which could hide settings that change the result; "
             "write its ZeRO keys into the deepspeed_config section, as accelerate_configs/zero3.yaml does."
         )
     stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
@@ -94,14 +94,15 @@ def _zero_name() -> str:
 
 
 def native_precision() -> str:
-    """The 16-bit precision that this hardware computes natively: bf16, else fp16 on a GPU, else none (``no``)."""
+    """The native 16-bit precision of this hardware: bf16, else fp16 on a GPU, else none (``no``)."""
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if cpu_computes_bf16() else "no"
 
 
 def launcher_of(strategy: Strategy) -> str:
-    """Which launcher's process this is: the same after it has restarted its processes, and of no other launch."""
+    """Identifies the launcher of this process: the same after it restarts its processes, different for other
+    launches."""
     try:
         began = psutil.Process(strategy.parent).create_time()
     except psutil.NoSuchProcess:
@@ -110,7 +111,7 @@ def launcher_of(strategy: Strategy) -> str:
 
 
 def was_restarted() -> bool:
-    """Whether the launcher has started this process in place of one that died (``--max_restarts``)."""
+    """Whether the launcher started this process to replace one that died (``--max_restarts``)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
@@ -118,26 +119,26 @@ def describe(strategy: Strategy) -> str:
     """One line for the run's output."""
     processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
-    where = "a rehearsal on CPU, for want of a GPU" if strategy.rehearsal else torch.cuda.get_device_name()
+    where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     return f"{strategy.name} on {processes}, computing in {precision}: {where}"
 
 
 def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: str, weights: str) -> list[str]:
-    """What makes this launch impossible, here or anywhere, as sentences. Looks at no weights."""
+    """What makes this launch impossible, here or anywhere, as sentences. Reads no weights."""
     cell = Cell(strategy.name, bits, adapter, optimizer)
     refused = refusal(cell)
     found = [refused] if refused else []
     several_asked = "MASTER_ADDR" in os.environ and was_launched()
     if strategy.name == "single" and several_asked and "RANK" not in os.environ:
         found.append(
-            "accelerate launch was asked for more than one process but started one; use a strategy file for several "
-            "(ddp, fsdp2, ...), or unset MASTER_ADDR if your shell exports it."
+            "accelerate launch was asked for several processes but started one; use a strategy file for several "
+            "processes (ddp, fsdp2, ...), or unset MASTER_ADDR if your shell exports it."
         )
     replicas, processes = strategy.replicas, strategy.world_size
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(
             f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
-            f"launched; launch a multiple of {replicas} from {2 * replicas} on, or use fsdp2."
+            f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
         )
     if strategy.mixed_precision not in DTYPES:
         found.append(f"mixed_precision {strategy.mixed_precision} is not supported; launch with bf16, fp16 or no.")
@@ -145,7 +146,7 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         found.append("fp16 needs a GPU; launch with --mixed_precision bf16 or --mixed_precision no.")
     elif strategy.mixed_precision == "bf16" and not strategy.rehearsal and native_precision() != "bf16":
         name = torch.cuda.get_device_name()
-        found.append(f"{name} does not compute in bf16; launch with --mixed_precision fp16 (or no).")
+        found.append(f"{name} does not support bf16; launch with --mixed_precision fp16 (or no).")
     found += bf16_weights_problems(cell, weights=weights, precision=strategy.mixed_precision)
     if strategy.is_deepspeed:
         found += deepspeed_ops.problems(nvme=strategy.name.endswith("_nvme"))

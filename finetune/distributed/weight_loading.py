@@ -1,4 +1,4 @@
-"""How a model is loaded, where a strategy has a say in it: in partitions or whole, by whom, and where to."""
+"""How a strategy affects loading: in partitions or whole, by which processes, and to which device."""
 
 import contextlib
 import os
@@ -14,15 +14,15 @@ from finetune.units import GIB
 
 
 def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes: int) -> torch.device:
-    """Where quantised weights are put while they are read: on the GPU, if it has room for all of them.
+    """Device that quantised weights are read to: the GPU if it has room for all of them.
 
-    FSDP can also split them from host memory.
+    FSDP can also shard them from host memory.
 
     Args:
-        quantised_bytes: of the whole model; 0 if it is not quantised, and stays where it is read to.
+        quantised_bytes: of the whole model; 0 if it is not quantised.
 
     Raises:
-        InputError: if a GPU has no room for them, and the strategy needs it to.
+        InputError: if the strategy needs them on the GPU and they do not fit.
     """
     if strategy.rehearsal:
         return accelerator.device
@@ -33,8 +33,8 @@ def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes
     if strategy.is_fsdp:
         return torch.device("cpu")
     raise InputError(
-        f"{strategy.name} puts the whole quantised model, {quantised_bytes / GIB:.1f} GiB, on each GPU at first, and "
-        f"{free / GIB:.1f} GiB are free; take the strategy file fsdp2, which can split it from host memory."
+        f"{strategy.name} first puts the whole quantised model, {quantised_bytes / GIB:.1f} GiB, on each GPU, but only "
+        f"{free / GIB:.1f} GiB are free; use the strategy file fsdp2, which can shard it from host memory."
     )
 
 
@@ -43,9 +43,9 @@ def loading(accelerator: Accelerator, strategy: Strategy, *, whole: bool, by_eve
     """The context to load a model in.
 
     Args:
-        whole: where ZeRO-3 would partition weights as they are read. Random weights drawn in partitions would be
-            others, and quantised ones cannot be read in partitions.
-        by_every_process: where FSDP would let one process read and the others receive.
+        whole: even under ZeRO-3, which partitions weights while they are read. Random weights drawn in partitions
+            would differ, and quantised ones cannot be read in partitions.
+        by_every_process: even under FSDP, which lets one process read and the others receive.
     """
     if by_every_process and strategy.is_fsdp:
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
