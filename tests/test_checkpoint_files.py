@@ -206,15 +206,21 @@ def shift(manifest: dict[str, Any]) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited by hand": (edit(lambda m: m.update(step=8), signed=False), "was changed after it was written"),
-    "another format": (edit(lambda m: m.update(format=2), signed=True), "format 2, and this version of finetune reads"),
-    "a file outside": (edit(rename_file("../rank-00000-of-00002.safetensors"), signed=True), "is not the manifest"),
-    "an absolute path": (edit(rename_file("/etc/rank-00000-of-00002.safetensors"), signed=True), "is not the manifest"),
-    "a line break in a name": (edit(rename_file(file_name(0, 2) + "\n"), signed=True), "is not the manifest"),
-    "a pickle in place": (edit(rename_file("rank-00000-of-00002.pt"), signed=True), "is not the manifest"),
-    "a gap": (edit(shift, signed=True), "does not tell where each element of weights/a lies"),
-    "a file of a process is not named": (edit(lambda m: m.update(processes=3), signed=True), "2 files of 3 processes"),
-    "an unknown key": (edit(lambda m: m.update(run="rm"), signed=True), "is not the manifest"),
-    "no dictionary": (lambda folder: (folder / NAME).write_text("[1]") and None, "is not the manifest"),
+    "another format": (edit(lambda m: m.update(format=2), signed=True), "format 2, but this version of finetune reads"),
+    "a file outside": (
+        edit(rename_file("../rank-00000-of-00002.safetensors"), signed=True),
+        "is not a checkpoint manifest",
+    ),
+    "an absolute path": (
+        edit(rename_file("/etc/rank-00000-of-00002.safetensors"), signed=True),
+        "is not a checkpoint manifest",
+    ),
+    "a line break in a name": (edit(rename_file(file_name(0, 2) + "\n"), signed=True), "is not a checkpoint manifest"),
+    "a pickle in place": (edit(rename_file("rank-00000-of-00002.pt"), signed=True), "is not a checkpoint manifest"),
+    "a gap": (edit(shift, signed=True), "does not place each element of weights/a exactly once"),
+    "a file of a process is not named": (edit(lambda m: m.update(processes=3), signed=True), "2 files for 3 processes"),
+    "an unknown key": (edit(lambda m: m.update(run="rm"), signed=True), "is not a checkpoint manifest"),
+    "no dictionary": (lambda folder: (folder / NAME).write_text("[1]") and None, "is not a checkpoint manifest"),
     "no JSON": (lambda folder: (folder / NAME).write_text("{") and None, "cannot be read"),
     "not UTF-8": (lambda folder: (folder / NAME).write_bytes(b'{"a": "\xff"}') and None, "cannot be read"),
     "a deep nest": (lambda folder: (folder / NAME).write_text("[" * 200_000) and None, "cannot be read"),
@@ -270,9 +276,9 @@ def test_pieces_that_do_not_fit_are_named_before_anything_is_overwritten(copy: P
     ]
     with pytest.raises(InputError) as refusal:
         checkpoint.fill([fits, *wrong])
-    assert "weights/c is not in it" in str(refusal.value)
-    assert "weights/a has the shape [40, 10], not [10, 40] as in this run" in str(refusal.value)
-    assert "optimizer/exp_avg/a is stored in float32, not in bfloat16 as in this run" in str(refusal.value)
+    assert "weights/c is missing" in str(refusal.value)
+    assert "weights/a has shape [40, 10], but [10, 40] in this run" in str(refusal.value)
+    assert "optimizer/exp_avg/a is stored as float32, but bfloat16 in this run" in str(refusal.value)
     assert len(refusal.value.problems) == 1
     assert not fits.values.any()
     assert checkpoint.problems([fits]) == []
@@ -296,7 +302,7 @@ def test_8_bit_state_that_cannot_be_cut_anew_is_refused_with_the_launch_that_it_
         assert problems == []
     else:
         assert len(problems) == 1
-        assert "8-bit state was cut into blocks at other places" in problems[0]
+        assert "8-bit state was cut into blocks at other elements" in problems[0]
         assert ("zero2 2 processes" in problems[0]) == bool(saved)
         assert "checkpoint.resume_weights_only" in problems[0]
 
@@ -335,7 +341,7 @@ def test_parts_that_are_not_whole_tensors_or_contradict_each_other_are_no_checkp
         return Part(name=file_name(rank, 2), file=file, tensors={"a": stretch}, own={"steps": {"a": own}})
 
     wrong = {
-        "the whole of it": [
+        "do not cover it exactly once": [
             (part(0, 0, 4), part(1, 5, 10)),
             (part(0, 0, 6), part(1, 5, 10)),
             (part(0, 0, 4), part(1, 4, 9)),
@@ -353,5 +359,5 @@ def test_parts_that_are_not_whole_tensors_or_contradict_each_other_are_no_checkp
 def test_nothing_that_is_given_leads_to_a_sentence(tmp_path: Path):
     assert newest(tmp_path) == (None, [])
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InputError, match=r"give the folder of (one|a checkpoint)"):
+        with pytest.raises(InputError, match=r"give the folder of a checkpoint"):
             open_checkpoint(path)

@@ -290,7 +290,7 @@ def test_two_stretches_of_one_tensor_on_a_process_are_an_error(tmp_path: Path):
 def test_a_second_run_is_refused_an_output_folder_and_gets_it_when_the_first_has_ended(tmp_path: Path):
     with (
         hold(tmp_path),
-        pytest.raises(InputError, match="another run is at work in"),
+        pytest.raises(InputError, match="another run is using"),
         hold(tmp_path, patience_seconds=0),
     ):
         pass
@@ -360,7 +360,7 @@ def test_a_run_that_is_killed_at_any_instant_has_an_intact_checkpoint_and_leaves
         process.stdin.write(f"{run}\n")
         process.stdin.flush()
         pid = int(process.stdout.readline())
-        with pytest.raises(InputError, match="another run is at work"), hold(run, patience_seconds=0):
+        with pytest.raises(InputError, match="another run is using"), hold(run, patience_seconds=0):
             pass
         first, deadline = 1 + kill % 4, time.monotonic() + 60
         while folders.in_place(run / "checkpoints")[:1] < [run / "checkpoints" / folders.name_of(first)]:

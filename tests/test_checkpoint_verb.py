@@ -88,7 +88,7 @@ def test_verify_of_a_run_names_every_file_that_is_damaged_and_what_is_not_comple
     assert code == 1
     assert f"{damaged} is damaged" in printed
     assert "step-00000200: intact" in printed
-    assert "step-00000300 is no complete checkpoint" in printed
+    assert "step-00000300 is not a complete checkpoint" in printed
     code, printed, _ = run_cli(capsys, "verify", copy, "--json")
     result = json.loads(printed)
     assert code == 1
@@ -111,7 +111,7 @@ def test_verify_names_a_pickle_in_a_checkpoint_and_does_not_open_it(copy: Path, 
     (path / "optimizer.pt").symlink_to("/nowhere")  # to open it would fail
     code, printed, _ = run_cli(capsys, "verify", path)
     assert code == 0
-    assert "'optimizer.pt' is no part of it, and was not opened" in printed
+    assert "'optimizer.pt' does not belong to it, and was not opened" in printed
 
 
 @pytest.mark.parametrize("action", ["ls", "verify", "export"])
@@ -232,13 +232,13 @@ def test_an_export_is_refused_before_anything_is_written(
         assert not output.exists()
 
     (tmp_path / "taken").mkdir()
-    refused("is there already", tmp_path / "taken")
+    refused("already exists", tmp_path / "taken")
     damaged = run / "checkpoints/step-00000003/rank-00001-of-00002.safetensors"
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused("is damaged")
     savers.save(run, 4)
-    refused("does not tell the configuration of its run")
+    refused("has no configuration of its run")
     save_run(run, other_base)
     shutil.rmtree(run / "checkpoints/step-00000004")
     shutil.copy(model_folder / "config.json", other_base / "config.json")

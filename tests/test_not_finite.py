@@ -83,7 +83,7 @@ def test_run_stops_after_so_many_in_a_row_naming_rows_and_the_last_checkpoint(
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
     with pytest.raises(RunStopped, match="step 7: the loss is not finite; 2 steps in a row left") as error:
         train_with(infinite_with_finite_gradients, {3, 6, 7}, config)  # one alone, then two
-    assert "goes on after step 6" in str(error.value)
+    assert "to resume after step 6" in str(error.value)
     rows = global_batch(7, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
     assert f"The rows are {', '.join(f'{conversations}:{row + 1}' for row in rows)}." in str(error.value)
     assert [line.get("bad_steps") for line in scenarios.read_metrics(tmp_path / "run")] == [None] * 2 + [

@@ -73,7 +73,7 @@ def test_final_loads_with_transformers_and_gives_the_held_out_loss_of_the_run(ru
 
 def test_folder_that_holds_a_run_is_refused_and_left_alone(run: Path, model_folder: Path, conversations: Path):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    with pytest.raises(InputError, match=r"holds a run already.*overwrite"):
+    with pytest.raises(InputError, match=r"already contains a run.*overwrite"):
         main(configuration(model_folder, conversations, run, train__overwrite=False))
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 

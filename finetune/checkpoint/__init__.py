@@ -1,13 +1,13 @@
-"""Checkpoints: written while training goes on, complete or absent, and read back under any strategy.
+"""Checkpoints: written in the background, complete or absent, and readable under any strategy.
 
-``saver`` (the recipe's side of writing), ``host_copy`` (the state, copied for a thread), ``writing`` (that thread),
-``folder`` (how checkpoints appear and disappear, and the lock of an output folder), ``manifest`` (what lies where),
-``reader`` (reading), ``looking`` (for what to go on from), ``resuming`` (whether it is the same run), ``run_state``
-(model and optimizer in and out).
+``saver`` (the recipe's interface), ``host_copy`` (a copy of the state in host memory), ``writing`` (the thread that
+writes it), ``folder`` (atomic creation and removal, and the lock of an output folder), ``manifest`` (which file has
+which elements), ``reader`` (reading), ``looking`` (which checkpoint to resume from), ``resuming`` (whether it belongs
+to the run), ``run_state`` (save and restore model and optimizer).
 
-A checkpoint is a folder: one safetensors file per process, and a manifest. Nothing in it is a pickle, which is one
-reason why torch.distributed.checkpoint does not write it: its metadata are one. The other is that ZeRO's partitions are
-stretches of flattened tensors, for which it has no form.
+A checkpoint is a folder with one safetensors file per process and a manifest. It contains no pickle. That is one reason
+not to use torch.distributed.checkpoint, whose metadata are a pickle. The other is that it cannot represent ZeRO's
+partitions, which are ranges of flattened tensors.
 """
 
 from finetune.checkpoint.folder import hold

@@ -1,7 +1,7 @@
-"""Where checkpoints lie, and how they appear and disappear: each is complete or absent at any instant.
+"""Checkpoint folders, created and removed atomically: each is complete or absent at any instant.
 
-``OUTPUT_DIR/checkpoints/step-00000100`` is a checkpoint. A name that ends in ``.tmp`` is one in the making, or one that
-is being removed; the next checkpoint clears such names away. One run at a time works in a folder (``hold``).
+``OUTPUT_DIR/checkpoints/step-00000100`` is a checkpoint. A name that ends in ``.tmp`` is being written or removed; the
+next checkpoint deletes leftovers. Only one run at a time works in an output folder (``hold``).
 
 Example: step 200 with two kept. The run writes ``step-00000200.tmp``, renames it to ``step-00000200``, then renames
 ``step-00000050`` to ``step-00000050.removed.tmp`` and removes that; 100 and 200 stay. Killed before the first rename it
@@ -23,7 +23,7 @@ from finetune.output.output_folder import leave_behind
 
 STEP = re.compile(r"step-([0-9]{8,})")
 PATIENCE_SECONDS = 10.0
-"""How long a run that was asked to end may still take to leave its folder to the next one."""
+"""How long to wait for a stopping run to release its folder."""
 UNFINISHED = re.compile(r"step-[0-9]{8,}(\.removed)?\.tmp")
 
 
@@ -37,12 +37,12 @@ def name_of(step: int) -> str:
 
 
 def temporary_of(final: Path) -> Path:
-    """Where a checkpoint is written before it takes its place."""
+    """Where a checkpoint is written before it gets its final name."""
     return final.with_name(final.name + ".tmp")
 
 
 def in_place(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint here, the newest first; links are none."""
+    """Folders with the name of a checkpoint, newest first; links are ignored."""
     found = {}
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = STEP.fullmatch(entry.name)
@@ -52,7 +52,7 @@ def in_place(folder: Path) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What is in the making or being removed, or was when its run was killed."""
+    """Folders being written or removed, or left over from a killed run."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(e for e in entries if UNFINISHED.fullmatch(e.name) and e.is_dir() and not e.is_symlink())
 
@@ -67,9 +67,9 @@ def is_complete(path: Path) -> bool:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Have a complete checkpoint take its name, in place of an earlier one of the same step.
+    """Give a complete checkpoint its final name, replacing an earlier one of the same step.
 
-    Killed between the two renames, it is put in place by the next run's ``hold``.
+    If the run is killed between the two renames, the next run's ``hold`` finishes it.
     """
     flush(temporary)
     earlier = _set_aside(final) if final.exists() else None
@@ -80,7 +80,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; it has lost its name before the first of its files is gone."""
+    """Remove a checkpoint; it is renamed before its first file is deleted."""
     shutil.rmtree(_set_aside(path))
 
 
@@ -93,44 +93,44 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_older(folder: Path, keep: int) -> None:
-    """Remove complete checkpoints beyond the newest ``keep``; what is not complete is left for a person to see."""
+    """Remove complete checkpoints beyond the newest ``keep``; incomplete ones stay for a person to inspect."""
     for path in [p for p in in_place(folder) if is_complete(p)][keep:]:
         remove(path)
 
 
 def leave_later_behind(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after a step from which a run goes on: they are not resumed from, nor counted, any more.
+    """Rename the checkpoints after the step that a run resumes from, so they are no longer used or counted.
 
     Returns:
-        Where they lie now, for a person to remove.
+        Their new paths, for a person to remove.
     """
     return [leave_behind(path) for path in in_place(folder) if int(path.name.removeprefix("step-")) > step]
 
 
 def remove_all(run: Path) -> None:
-    """Remove the checkpoints of a run that is replaced."""
+    """Remove the checkpoints of a replaced run."""
     for path in (*in_place(checkpoints_of(run)), *unfinished(checkpoints_of(run))):
         shutil.rmtree(path)
 
 
 def clear(folder: Path) -> None:
-    """Remove what killed or failed runs have left half made or half removed."""
+    """Remove half-written and half-removed checkpoints of killed or failed runs."""
     for path in unfinished(folder):
         shutil.rmtree(path)
 
 
 @contextmanager
 def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Keep other runs out of an output folder; the first process does it for all, as long as the run takes.
+    """Lock an output folder against other runs; the first process does this for all, for the whole run.
 
-    The kernel frees the folder when the process is killed. A checkpoint that was complete then, but had not yet taken
-    its place, takes it now.
+    The kernel releases the lock when the process is killed. A checkpoint that was complete by then, but did not yet
+    have its final name, gets it now.
 
     Args:
-        patience_seconds: to wait for the run that holds it.
+        patience_seconds: to wait for the run that holds the lock.
 
     Raises:
-        InputError: if another run holds the folder, or it cannot be written.
+        InputError: if another run holds the lock, or the folder cannot be written.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -138,11 +138,11 @@ def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[N
         lock.acquire(timeout=patience_seconds)
     except Timeout as error:
         raise InputError(
-            f"train.output_dir: another run is at work in {run}; wait until it has ended, or name another folder."
+            f"train.output_dir: another run is using {run}; wait until it ends, or choose another folder."
         ) from error
     except OSError as error:
         raise InputError(
-            f"train.output_dir: {run} cannot be written to ({error.strerror or error}); name another folder."
+            f"train.output_dir: {run} is not writable ({error.strerror or error}); choose another folder."
         ) from error
     try:
         for temporary in unfinished(checkpoints_of(run)):

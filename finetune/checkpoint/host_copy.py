@@ -1,8 +1,8 @@
-"""A process's share of the state, copied to host memory, so that training goes on while it is written.
+"""A process's share of the state, copied to host memory, so that training continues while it is written.
 
-The copy is the data of the file to be: stretches of one dtype lie one after the other in blocks of 64 MiB, which are
-kept for the next checkpoint. So it takes the bytes of the share, whatever its tensors are, and nothing is copied twice.
-(PyTorch rounds pinned memory up to a power of two: a buffer per tensor would take up to twice as much.)
+The copy has the layout of the file: shards of one dtype are stored one after the other in blocks of 64 MiB, which are
+reused for the next checkpoint. So it takes exactly the bytes of the share, and nothing is copied twice. (PyTorch rounds
+pinned memory up to a power of two: a buffer per tensor would take up to twice as much.)
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 * MIB
 AT_ONCE = 8 * MIB
-"""Bytes that are handed to the writer together: how soon it can be stopped."""
+"""Bytes passed to the writer at a time, which limits how long it takes to stop."""
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,7 +36,7 @@ CODES = {
 
 
 class HostCopy:
-    """Stretches in host memory, as they will stand in a file."""
+    """Shards in host memory, in the layout of their file."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -46,10 +46,10 @@ class HostCopy:
         self.stretches: dict[str, OwnStretch] = {}
 
     def take(self, pieces: Iterable["Piece"]) -> None:
-        """Copy the part of each piece that this process writes, in place of what was copied before.
+        """Copy the part of each piece that this process writes, replacing the previous copy.
 
         Raises:
-            MemoryError: if host memory does not suffice.
+            MemoryError: if host memory is not enough.
             RuntimeError: if two pieces have one name.
         """
         self.stretches, self.used = {}, dict.fromkeys(self.blocks, 0)
@@ -59,7 +59,7 @@ class HostCopy:
             if first == end:
                 continue
             if piece.name in self.stretches:
-                raise RuntimeError(f"{piece.name} was given twice by one process; a process holds one stretch of it.")
+                raise RuntimeError(f"{piece.name} was given twice by one process, which holds only one shard of it.")
             values = piece.values.detach()[first:end]
             self.stretches[piece.name] = OwnStretch.model_construct(
                 shape=list(piece.shape),

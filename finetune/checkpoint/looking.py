@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether there is room for its own."""
+"""Which checkpoint a run resumes from, and whether there is disk space for its own."""
 
 import json
 import shutil
@@ -11,18 +11,18 @@ from finetune.checkpoint.reader import Checkpoint, newest, open_all, open_checkp
 from finetune.errors import InputError
 from finetune.units import GIB
 
-NONE_LEFT = "No checkpoint in {run} can be used; copy them again, or begin anew with --train.overwrite true."
+NONE_LEFT = "No checkpoint in {run} can be used; copy them again, or start over with --train.overwrite true."
 
 
 def look_for(resume: str, run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from, None to begin; and a sentence for each that is not complete and was passed over.
+    """The checkpoint to resume from, None to start; and a sentence for each incomplete one that was skipped.
 
     Args:
         resume: ``none``, ``auto`` (the newest complete one of ``run``) or a folder.
         run: output folder of this run.
 
     Raises:
-        InputError: if there are checkpoints, or a folder that was named, and none is complete.
+        InputError: if there are checkpoints, or a folder was named, and none is complete.
     """
     if resume == "none":
         return None, []
@@ -35,16 +35,16 @@ def look_for(resume: str, run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def chosen(resume: str, run: Path, strategy: distributed.Strategy, *, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that all processes go on from, all of whose bytes are as they were written; None to begin.
+    """The checkpoint that all processes resume from, with verified checksums; None to start a new run.
 
-    Collective: the first process looks, each reads a part of the files. With ``auto``, one that is damaged is passed
-    over for the next older one.
+    Collective: the first process chooses, each verifies a part of the files. With ``auto``, a damaged one is skipped
+    for the next older one.
 
     Args:
-        say: told what was passed over, and why.
+        say: called with a sentence for each checkpoint that was skipped.
 
     Raises:
-        InputError: if there are checkpoints and none can be used, or the one that was named cannot.
+        InputError: if there are checkpoints but none can be used, or the named one cannot.
     """
     found: list[str] = []
     if strategy.rank == 0:
@@ -71,22 +71,24 @@ def chosen(resume: str, run: Path, strategy: distributed.Strategy, *, say: Calla
 
 
 def is_own(checkpoint: Checkpoint, run: Path) -> bool:
-    """Whether a checkpoint lies in this output folder."""
+    """Whether a checkpoint is in this output folder."""
     return run.resolve() in checkpoint.path.resolve().parents
 
 
 def describe_newest(run: Path) -> str:
-    """In a clause, where a run that has ended can be taken up again."""
+    """A clause on how to resume a run that has stopped."""
     found, _ = newest(run)
     if found is None:
-        return "it has no checkpoint, so it would begin anew"
-    return f"the same command goes on after step {found.step} with --checkpoint.resume auto (and without overwrite)"
+        return "it has no checkpoint, so it would start over"
+    return (
+        f"to resume after step {found.step}, run the same command with --checkpoint.resume auto (and without overwrite)"
+    )
 
 
 def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str]:
-    """Why the disk of an output folder cannot hold this many checkpoints, as sentences.
+    """Why the disk of an output folder has no space for this many checkpoints, as sentences.
 
-    What earlier checkpoints of the same folder take counts as free: they are replaced by those to come.
+    The space of earlier checkpoints in the same folder counts as free, because new ones replace them.
     """
     existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
     held = sum(file.stat().st_size for file in checkpoints_of(run).glob("step-*/*") if file.is_file())
@@ -96,6 +98,6 @@ def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str
     size, room = (f"{amount / GIB:.2f} GiB" for amount in (checkpoint_bytes, free))
     return [
         f"train.output_dir: {at_once} checkpoint{'s' if at_once > 1 else ''} of {size} must fit in {run} at a time "
-        f"(those of checkpoint.keep, and the one being written), and {room} are free; make room, lower "
-        "checkpoint.keep, or write none with --checkpoint.every 0 --checkpoint.at_end false."
+        f"(those of checkpoint.keep, and the one being written), but {room} are free; free some space, lower "
+        "checkpoint.keep, or disable checkpoints with --checkpoint.every 0 --checkpoint.at_end false."
     ]

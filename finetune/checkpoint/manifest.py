@@ -1,8 +1,8 @@
-"""manifest.json: which file of a checkpoint holds which elements of which tensor, and how to know that it is whole.
+"""manifest.json: which file of a checkpoint has which elements of which tensor, and checksums to verify them.
 
 Every tensor is flat: its elements are counted from 0 in row-major order, and each stretch ``[file, begin, end]`` says
-in which file elements begin..end lie. So a checkpoint reads the same whatever strategy and number of processes wrote
-it. Nothing here opens a file of tensors.
+which file has the elements begin..end. So a checkpoint reads the same whatever strategy and number of processes wrote
+it. This module opens no tensor files.
 
 Example: a weight of shape (5, 3) that two processes wrote under FSDP2 has the stretches
 ``["rank-00000-of-00002.safetensors", 0, 9]`` and ``["rank-00001-of-00002.safetensors", 9, 15]``. Under ZeRO-3 on two
@@ -30,7 +30,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "
 
 
 class Form(BaseModel):
-    """What is read from JSON: an unknown key is an error."""
+    """Base of what is read from JSON: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class OwnStretch(Form):
 
 
 class Part(Form):
-    """What one process wrote, told to the first process in a file beside it."""
+    """What one process wrote, passed to the first process in a file beside it."""
 
     name: FileName
     file: StoredFile
@@ -63,7 +63,7 @@ class StoredTensor(Form):
     """Of the whole tensor."""
     dtype: Dtype
     stretches: list[tuple[FileName, Natural, Natural]]
-    """File, first element, and the one after the last; in order, without gaps."""
+    """File, first element, and the element after the last; in order, without gaps."""
 
     @property
     def elements(self) -> int:
@@ -87,7 +87,7 @@ class Manifest(Form):
     written: str
     """When, in ISO 8601."""
     contents: dict[str, Any]
-    """What the caller gave: configuration, versions, counters."""
+    """Metadata from the caller: configuration, versions, counters."""
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
 
@@ -96,7 +96,7 @@ class Manifest(Form):
         return sum(file.bytes for file in self.files.values())
 
     def text(self) -> str:
-        """As it stands in the file, with its checksum."""
+        """The text of the file, with its checksum."""
         contents = self.model_dump()
         return canonical({**contents, "checksum": checksum(contents)})
 
@@ -116,10 +116,10 @@ def checksum(contents: dict[str, Any]) -> str:
 
 
 def plain(contents: dict[str, Any]) -> dict[str, Any]:
-    """As it will be read from JSON: keys are texts, tuples are lists.
+    """The contents as JSON returns them: keys are strings, tuples are lists.
 
     Raises:
-        TypeError: if something cannot be written as JSON.
+        TypeError: if a value cannot be written as JSON.
     """
     as_read: dict[str, Any] = json.loads(json.dumps(contents))
     return as_read
@@ -131,7 +131,7 @@ def merged(
     """The manifest of a checkpoint from what every process wrote.
 
     Raises:
-        RuntimeError: if the parts do not give whole tensors, or contradict each other.
+        RuntimeError: if the parts do not add up to whole tensors, or contradict each other.
     """
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
@@ -148,7 +148,7 @@ def merged(
     for name, tensor in tensors.items():
         tensor.stretches.sort(key=lambda stretch: stretch[1])
         if tensor.untiled():
-            raise RuntimeError(f"the stretches of {name} that the processes wrote are not the whole of it, each once")
+            raise RuntimeError(f"the shards of {name} that the processes wrote do not cover it exactly once")
     return Manifest(
         step=step,
         strategy=strategy,
@@ -161,10 +161,10 @@ def merged(
 
 
 def united(one: Any, other: Any, what: str) -> Any:
-    """Two values of JSON as one: dictionaries are merged, all else must be equal.
+    """Merge two JSON values: dictionaries are merged, other values must be equal.
 
     Raises:
-        RuntimeError: naming what is not equal.
+        RuntimeError: naming the value that differs.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         both = {key: united(one[key], other[key], f"{what}.{key}") for key in one.keys() & other.keys()}
@@ -175,53 +175,54 @@ def united(one: Any, other: Any, what: str) -> Any:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, whose files are there with their sizes. Their checksums are not looked at.
+    """The manifest of a checkpoint whose files exist with the right sizes. Their checksums are not verified.
 
     Raises:
-        InputError: if there is none, if it was changed, or if files are missing; a sentence that begins with the path.
+        InputError: if it is missing or was changed, or if files are missing; the sentence begins with the path.
     """
     path = folder / NAME
     if path.is_symlink() or not path.is_file():
-        raise InputError(f"{folder} is no complete checkpoint, {NAME} is missing; name another one.")
+        raise InputError(f"{folder} is not a complete checkpoint: {NAME} is missing; choose another one.")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({error}); {ANOTHER}") from error
     manifest = _checked(path, raw)
     if problem := _file_problem(folder, manifest):
-        raise InputError(f"{folder} is not complete: {problem}; copy it again, or name another one.")
+        raise InputError(f"{folder} is not complete: {problem}; copy it again, or choose another one.")
     return manifest
 
 
-ANOTHER = "copy the checkpoint again, or name another one."
+ANOTHER = "copy the checkpoint again, or choose another one."
 
 
 def _checked(path: Path, raw: Any) -> Manifest:
     if not isinstance(raw, dict):
-        raise InputError(f"{path} is not the manifest of a checkpoint; {ANOTHER}")
+        raise InputError(f"{path} is not a checkpoint manifest; {ANOTHER}")
     if raw.get("format") != FORMAT:
         raise InputError(
-            f"{path} has the format {raw.get('format')!r}, and this version of finetune reads {FORMAT}; use the "
+            f"{path} has format {raw.get('format')!r}, but this version of finetune reads format {FORMAT}; use the "
             "version that wrote it."
         )
     contents = {key: value for key, value in raw.items() if key != "checksum"}
     if raw.get("checksum") != checksum(contents):
-        raise InputError(f"{path} was changed after it was written, its checksum is another one; {ANOTHER}")
+        raise InputError(f"{path} was changed after it was written: its checksum differs; {ANOTHER}")
     try:
         manifest = Manifest.model_validate(contents)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path} is not the manifest of a checkpoint ({where}: {first['msg']}); {ANOTHER}") from error
+        raise InputError(f"{path} is not a checkpoint manifest ({where}: {first['msg']}); {ANOTHER}") from error
     if len(manifest.files) != manifest.processes:
         raise InputError(
-            f"{path} names {len(manifest.files)} files of {manifest.processes} processes, not one each; {ANOTHER}"
+            f"{path} lists {len(manifest.files)} files for {manifest.processes} processes instead of one each; "
+            f"{ANOTHER}"
         )
     for name, tensor in manifest.tensors.items():
         if unknown := [file for file, _, _ in tensor.stretches if file not in manifest.files]:
-            raise InputError(f"{path} has elements of {name} in {unknown[0]}, which it does not list; {ANOTHER}")
+            raise InputError(f"{path} places elements of {name} in {unknown[0]}, which it does not list; {ANOTHER}")
         if tensor.untiled():
-            raise InputError(f"{path} does not tell where each element of {name} lies, once; {ANOTHER}")
+            raise InputError(f"{path} does not place each element of {name} exactly once; {ANOTHER}")
     return manifest
 
 
@@ -236,5 +237,5 @@ def _file_problem(folder: Path, manifest: Manifest) -> str | None:
 
 
 def foreign(folder: Path, manifest: Manifest) -> list[str]:
-    """Names in a checkpoint's folder that do not belong to it; they are never opened."""
+    """Files in a checkpoint folder that do not belong to it; they are never opened."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in {NAME, *manifest.files})

@@ -1,4 +1,4 @@
-"""A checkpoint read back under any strategy and number of processes: each process reads the stretches it holds."""
+"""Reads a checkpoint under any strategy and number of processes: each process reads the shards it holds."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ LISTED = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its manifest was read, and every file is there with its size."""
+    """A complete checkpoint: its manifest was read, and every file exists with the right size."""
 
     path: Path
     manifest: Manifest
@@ -40,14 +40,14 @@ class Checkpoint:
 
     @property
     def contents(self) -> dict[str, Any]:
-        """What was saved beside the tensors."""
+        """Metadata saved with the tensors."""
         return self.manifest.contents
 
     def names(self) -> list[str]:
         return sorted(self.manifest.tensors)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors whose names begin so, by the rest of the name."""
+        """Shapes of the tensors whose names begin with a prefix, by the rest of the name."""
         return {
             name.removeprefix(prefix): tuple(tensor.shape)
             for name, tensor in self.manifest.tensors.items()
@@ -55,9 +55,9 @@ class Checkpoint:
         }
 
     def damaged(self, rank: int = 0, world_size: int = 1) -> list[str]:
-        """Files whose bytes are not those that were written, as sentences.
+        """Files whose bytes changed since they were written, as sentences.
 
-        Every file is looked at by one process: the i-th by that of rank i modulo ``world_size``.
+        Each file is verified by one process: the i-th by rank i modulo ``world_size``.
         """
         found = []
         for name in sorted(self.manifest.files)[rank::world_size]:
@@ -68,23 +68,21 @@ class Checkpoint:
                 found.append(f"{path} cannot be read ({error.strerror or error}); {ANOTHER}")
                 continue
             if not same:
-                found.append(
-                    f"{path} is damaged, its checksum is not the one that was written; name another checkpoint."
-                )
+                found.append(f"{path} is damaged: its checksum differs; choose another checkpoint.")
         return found
 
     def problems(self, pieces: Iterable["Piece"]) -> list[str]:
-        """Why these pieces cannot be filled from this checkpoint, as sentences. Reads and changes no values."""
+        """Why these pieces cannot be filled from this checkpoint, as sentences. Neither reads nor changes values."""
         return _first([problem for piece in pieces if (problem := self._problem(piece))], self.path)
 
     def fill(self, pieces: Iterable["Piece"]) -> None:
         """Overwrite every piece with the values of the checkpoint.
 
-        Only what a piece holds is read, in parts. Pieces that are given as a list are all checked before the first is
-        overwritten; of others ask for ``problems`` before.
+        Reads only the elements of a piece, in parts. Pieces in a list are all checked before the first is overwritten;
+        for other iterables call ``problems`` first.
 
         Raises:
-            InputError: for tensors that are missing, or have another shape or dtype; or for a damaged file.
+            InputError: if tensors are missing or have another shape or dtype, or a file is damaged.
         """
         if isinstance(pieces, list | tuple):
             refuse_if_any(self.problems(pieces))
@@ -104,7 +102,7 @@ class Checkpoint:
         """Name and value of whole tensors, on the CPU, one after the other.
 
         Raises:
-            KeyError: if there is none of a name.
+            KeyError: if a name is unknown.
             InputError: if a file is damaged.
         """
         with _Files(self.path) as files:
@@ -120,34 +118,34 @@ class Checkpoint:
         if stored is None:
             return self._missing(piece.name)
         if stored.shape != list(piece.shape):
-            return f"{piece.name} has the shape {stored.shape}, not {list(piece.shape)} as in this run"
+            return f"{piece.name} has shape {stored.shape}, but {list(piece.shape)} in this run"
         if (here := str(piece.values.dtype).removeprefix("torch.")) != stored.dtype:
-            return f"{piece.name} is stored in {stored.dtype}, not in {here} as in this run"
+            return f"{piece.name} is stored as {stored.dtype}, but {here} in this run"
         return None
 
     def _missing(self, name: str) -> str:
         bare = name.split("@")[0]
         others = [other for other in self.manifest.tensors if other.split("@")[0] == bare]
         if not others:
-            return f"{name} is not in it"
+            return f"{name} is missing"
         launch = others[0].partition("@")[2].rsplit(", process", 1)[0]
-        return f"{bare}: its 8-bit state was cut into blocks at other places{f', by {launch}' if launch else ''}"
+        return f"{bare}: its 8-bit state was cut into blocks at other elements{f' by {launch}' if launch else ''}"
 
 
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint of a run, by manifest and sizes, to go on from.
+    """The newest complete checkpoint of a run, by manifest and file sizes.
 
     Args:
         run: output folder of a run.
 
     Returns:
-        The checkpoint, None where there is none; and a sentence for each newer one that was passed over.
+        The checkpoint, None if there is none; and a sentence for each newer one that was skipped.
     """
     return _newest_in(folder.checkpoints_of(run))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint: of its own folder, or the newest complete one of a run's folder or its ``checkpoints``.
+    """Open a checkpoint folder, or the newest complete checkpoint of a run's folder or its ``checkpoints``.
 
     Raises:
         InputError: if there is none, or it is not complete.
@@ -158,15 +156,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, manifest.read(path))
     found, passed_over = _newest_in(checkpoints_in(path))
     if found is None:
-        raise InputError([f"{path} holds no complete checkpoint; give the folder of one, or of a run.", *passed_over])
+        raise InputError(
+            [f"{path} has no complete checkpoint; give the folder of a checkpoint or of a run.", *passed_over]
+        )
     return found
 
 
 def open_all(path: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Every complete checkpoint of a run, or the one that is named; and a sentence for each that is not complete.
+    """Every complete checkpoint of a run, or the named one; and a sentence for each incomplete one.
 
     Raises:
-        InputError: if there is nothing.
+        InputError: if there is no checkpoint.
     """
     if not path.is_dir():
         raise InputError(f"There is no folder {path}; give the folder of a checkpoint, or the output folder of a run.")
@@ -178,12 +178,12 @@ def open_all(path: Path) -> tuple[list[Checkpoint], list[str]]:
         except InputError as error:
             problems += error.problems
     if not found and not problems:
-        raise InputError(f"{path} holds no checkpoint; give the folder of one, or of a run.")
+        raise InputError(f"{path} has no checkpoint; give the folder of a checkpoint or of a run.")
     return found, problems
 
 
 def checkpoints_in(path: Path) -> Path:
-    """The folder of checkpoints that a path stands for: a run's, or itself."""
+    """The checkpoints folder of a path: that of a run, or the path itself."""
     inner = folder.checkpoints_of(path)
     return inner if inner.is_dir() else path
 
@@ -199,14 +199,14 @@ def _newest_in(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _first(problems: list[str], path: Path) -> list[str]:
-    """One sentence for many tensors, which mostly lack the same."""
+    """One sentence for many tensors, which usually have the same problem."""
     if not problems:
         return []
     more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-    advice = "resume with the model, adapter and optimizer of that run"
+    advice = "use the model, adapter and optimizer of that run"
     if any("cut into blocks" in problem for problem in problems):
-        advice = "resume under the launch that wrote it, or set checkpoint.resume_weights_only true"
-    return [f"The checkpoint {path} does not fit this run: {'; '.join(problems[:LISTED])}{more}. To go on, {advice}."]
+        advice = "use the launch that wrote it, or set checkpoint.resume_weights_only true"
+    return [f"The checkpoint {path} does not fit this run: {'; '.join(problems[:LISTED])}{more}. To resume, {advice}."]
 
 
 def _checksum(path: Path) -> str:
@@ -221,7 +221,7 @@ def _checksum(path: Path) -> str:
 
 
 class _Files(ExitStack):
-    """The files of a checkpoint, each opened when it is needed."""
+    """The files of a checkpoint, opened on demand."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _Files(ExitStack):
         """Elements begin..end of a tensor: number of the first, and values, a part at a time.
 
         Raises:
-            InputError: if a file does not hold what the manifest says.
+            InputError: if a file does not match the manifest.
         """
         for file, first, last in tensor.stretches:
             low, high = max(begin, first), min(end, last)
@@ -252,5 +252,5 @@ class _Files(ExitStack):
             raise InputError(f"{path} cannot be read ({error}); {ANOTHER}") from error
         found = (stored.get_dtype(), stored.get_shape())
         if found != (CODES[getattr(torch, dtype)], [elements]):
-            raise InputError(f"{path} does not hold {name} as its manifest says ({found}); {ANOTHER}")
+            raise InputError(f"{path} does not contain {name} as its manifest says ({found}); {ANOTHER}")
         return stored

@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a configuration belong to one run: what must agree, and what may have changed."""
+"""Whether a checkpoint can be resumed with a configuration: what must agree, and what may change."""
 
 import importlib.metadata
 import math
@@ -14,20 +14,20 @@ from finetune.optim.schedule import learning_rate
 from finetune.output import output_folder, run_files
 
 SAME_RUN = {
-    "train.seed": "the rows would come in another order",
-    "train.global_batch_size": "its steps hold other rows",
-    "train.weights": "its weights were kept in another precision",
-    "data.packing": "its steps hold other rows",
-    "data.streaming": "its steps hold other rows",
+    "train.seed": "the row order would differ",
+    "train.global_batch_size": "its steps have other rows",
+    "train.weights": "its weights have another precision",
+    "data.packing": "its steps have other rows",
+    "data.streaming": "its steps have other rows",
     "adapter.type": "other weights were trained",
     "adapter.rank": "its matrices have another shape",
-    "adapter.alpha": "its adapter would be scaled otherwise",
-    "adapter.rank_stabilized": "its adapter would be scaled otherwise",
+    "adapter.alpha": "its adapter would be scaled differently",
+    "adapter.rank_stabilized": "its adapter would be scaled differently",
     "adapter.targets": "other weights were trained",
     "adapter.modules_to_save": "other weights were trained",
     "quantization.bits": "it was trained on other frozen weights",
 }
-"""Keys that make another run of it, and why."""
+"""Keys that must not change, and why."""
 SAME_OPTIMIZER = ("train.optimizer",)
 NEVER_TOLD = (
     "train.output_dir",
@@ -42,8 +42,8 @@ NEVER_TOLD = (
     "data.eval",
     "model.path",
 )
-"""Keys whose change says nothing: inputs are known by their fingerprints."""
-ANEW = "begin a run of its own from the model that `finetune checkpoint export` makes of it."
+"""Keys whose changes are not reported: inputs are compared by their fingerprints."""
+ANEW = "start a new run from the model that `finetune checkpoint export` writes."
 INPUTS = {
     "train": "data.train: the training rows",
     "eval": "data.eval: the held-out rows",
@@ -53,12 +53,12 @@ INPUTS = {
 
 
 def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision: str, weights_only: bool) -> list[str]:
-    """Why a run with this configuration cannot go on from a checkpoint, as sentences.
+    """Why a run with this configuration cannot resume from a checkpoint, as sentences.
 
     Args:
         now: sections of the configuration.
         precision: of the launch.
-        weights_only: the optimizer is started anew.
+        weights_only: the optimizer is reset.
     """
     before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
     changed = {
@@ -70,12 +70,12 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
     rounded = checkpoint.contents["run"]["strategy"]["precision"]
     if rounded != precision and now["adapter"]["type"] != "none":
         found.append(
-            f"{checkpoint.path} was trained with mixed precision {rounded}, which rounds the frozen weights that its "
-            f"adapter was trained on, and this launch asks for {precision}; launch with --mixed_precision {rounded}."
+            f"{checkpoint.path} was trained with mixed precision {rounded}, to which the frozen weights under its "
+            f"adapter were rounded, but this launch uses {precision}; launch with --mixed_precision {rounded}."
         )
     if not weights_only:
         found += [
-            f"{changed[key]}, to which its state cannot be carried over; set it back, or start the optimizer anew with "
+            f"{changed[key]}, and its state cannot be converted; set it back, or reset the optimizer with "
             "--checkpoint.resume_weights_only true."
             for key in SAME_OPTIMIZER
             if key in changed
@@ -84,51 +84,55 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
 
 
 def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> list[str]:
-    """The inputs (of ``INPUTS``) whose fingerprint is another than in the checkpoint, as sentences."""
+    """The inputs (of ``INPUTS``) whose fingerprint differs from the checkpoint's, as sentences."""
     saved, packages = checkpoint.contents["run"]["data"], checkpoint.contents["run"]["packages"]
     others = [
         f"{name} {packages[name]}"
         for name in ("transformers", "tokenizers")
         if packages.get(name) != importlib.metadata.version(name)
     ]
-    hint = f" (it was written with {' and '.join(others)}, which may be why)" if others else ""
+    hint = f" (it was written with {' and '.join(others)}, which may be the reason)" if others else ""
     return [
-        f"{what} changed since {checkpoint.path} was written{hint}, so the run would not go on as it began; bring back "
-        f"what was there, or {ANEW}"
+        f"{what} changed since {checkpoint.path} was written{hint}, so the run would not continue as it began; restore "
+        f"the original, or {ANEW}"
         for key, what in INPUTS.items()
         if saved.get(key) != now.get(key)
     ]
 
 
 def weight_problems(checkpoint: Checkpoint, trained: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Why the weights of a checkpoint are not those that are trained (name and shape of each), as a sentence."""
+    """Why a checkpoint's weights differ from the trained ones (given by name and shape), as a sentence."""
     saved = checkpoint.shapes("weights/")
     wrong = [f"{name} is missing" for name in trained if name not in saved]
-    wrong += [f"{name} has no place in it" for name in saved if name not in trained]
-    wrong += [f"{n} has shape {saved[n]}, not {s}" for n, s in trained.items() if n in saved and saved[n] != tuple(s)]
+    wrong += [f"{name} is unexpected" for name in saved if name not in trained]
+    wrong += [
+        f"{n} has shape {saved[n]} instead of {s}" for n, s in trained.items() if n in saved and saved[n] != tuple(s)
+    ]
     if not wrong:
         return []
     more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return [
-        f"The checkpoint {checkpoint.path} does not fit the model and adapter that are configured: "
-        f"{'; '.join(wrong[:3])}{more}; bring back those that it was made with."
+        f"The checkpoint {checkpoint.path} does not fit the configured model and adapter: "
+        f"{'; '.join(wrong[:3])}{more}; use those that it was trained with."
     ]
 
 
 def step_problems(folder: Path, checkpoint: Checkpoint | None, steps: int) -> list[str]:
-    """Why a run of so many steps cannot go on: it has begun later, or ended without a checkpoint to go on from."""
+    """Why a run of this many steps cannot resume: it is already further, or finished without a checkpoint."""
     if checkpoint and checkpoint.step > steps:
-        return [f"{checkpoint.path} is after step {checkpoint.step}, but the run has {steps} steps; set train.steps."]
+        return [
+            f"{checkpoint.path} is at step {checkpoint.step}, but the run has only {steps} steps; raise train.steps."
+        ]
     if checkpoint is None and (finished := run_files.finished_steps(folder)) not in (0, steps):
         return [
-            f"{folder} holds a finished run of {finished} steps and no checkpoint to go on from; name another folder, "
+            f"{folder} has a finished run of {finished} steps and no checkpoint to resume from; choose another folder, "
             "or replace that run with --train.overwrite true and --checkpoint.resume none."
         ]
     return []
 
 
 def restarts_optimizer(checkpoint: Checkpoint, weights_only: bool) -> bool:
-    """Whether the optimizer is started anew: if that is asked for, and the run did not do so before this checkpoint."""
+    """Whether the optimizer is reset: if requested, and the run did not already do so before this checkpoint."""
     return weights_only and not checkpoint.contents["run"]["config"]["checkpoint"]["resume_weights_only"]
 
 
@@ -141,16 +145,16 @@ def describe(
     steps: int,
     tokens_of: Callable[[int], int],
 ) -> list[str]:
-    """Lines for the run's output: where it goes on, and what is configured otherwise than before.
+    """Lines for the run's output: where it resumes, and which settings changed.
 
     Args:
-        steps: of the whole run, as it is configured now.
-        tokens_of: tells the trained tokens of a step of it. Asked only where the run had another length.
+        steps: of the whole run, as configured now.
+        tokens_of: returns the trained tokens of a step. Called only if the run had another length.
     """
     before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
-        lines.append("the optimizer starts anew, as checkpoint.resume_weights_only asks")
+        lines.append("the optimizer is reset, because checkpoint.resume_weights_only is set")
     if (rounded := checkpoint.contents["run"]["strategy"]["precision"]) != precision:
         lines.append(f"changed since then: mixed precision {rounded} -> {precision}")
     if checkpoint.contents["run"]["steps"] != steps:
@@ -163,19 +167,20 @@ def describe(
 
 
 def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int, tokens: int) -> str:
-    """What it means for learning rate and rows that the run has another number of steps than before."""
+    """What a changed number of steps means for the learning rate and the rows."""
     run, last = checkpoint.contents["run"], checkpoint.step
     before = _rates(run["config"]["train"], run["steps"], last)
     after = _rates(now["train"], steps, min(last + 1, steps))
-    then = "the learning rate goes on as it was"
+    then = "the learning rate continues as before"
     if before != after[:last]:
         rates = f"{before[-1]:.2e} in step {last}" + (f", {after[-1]:.2e} in step {last + 1}" if last < steps else "")
         then = (
-            f"the learning rate follows the schedule of {steps} steps from here on ({rates}), so the losses are not "
+            f"the learning rate follows the schedule of {steps} steps from here on ({rates}), so the losses "
+            "differ from "
             "those of an uninterrupted run"
         )
     if checkpoint.contents["progress"]["metrics"][-1]["tokens"] != tokens:
-        then += f"; step {last} was a short one, and the rows that it would have now are left out"
+        then += f"; step {last} had fewer rows than it would have now, and the missing ones are skipped"
     return f"the run now has {steps} steps, not {run['steps']}: {then}"
 
 
@@ -186,7 +191,7 @@ def _rates(train: Mapping[str, Any], total_steps: int, steps: int) -> list[float
 
 
 def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:
-    """Bytes of a checkpoint's tensors, near enough: each trained weight, and the optimizer's state for it."""
+    """Approximate bytes of a checkpoint's tensors: each trained weight and its optimizer state."""
     weight_bytes = 2 if weights == "bf16" else 4
     return sum(map(math.prod, shapes.values())) * (weight_bytes + state_bytes_of_weight(optimizer, weight_bytes))
 
@@ -198,15 +203,15 @@ def _flat(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_in(resume: str, run: Path) -> bool:
-    """Whether a run goes on in its own folder: with ``auto``, or from a checkpoint of it that is named."""
+    """Whether a run resumes in its own folder: with ``auto``, or from one of its checkpoints by name."""
     return resume == "auto" or (resume != "none" and run.resolve() in (Path(resume) / "inside").resolve().parents)
 
 
 def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool) -> list[str]:
-    """Make an output folder ready to begin, or to go on from a checkpoint of it.
+    """Prepare an output folder to start a run, or to resume from one of its checkpoints.
 
     Returns:
-        What a person should know of what was there.
+        Lines on what was already there.
     """
     if checkpoint is None:
         if overwrite:
@@ -215,11 +220,11 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
     told = run_files.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
     told += output_folder.leave_links_aside(run)
     later = leave_later_behind(checkpoints_of(run), checkpoint.step)
-    return told + [f"{path} is left behind, the run goes on without it; remove it when you like" for path in later]
+    return told + [f"{path} is from a later step and no longer used; remove it if you do not need it" for path in later]
 
 
 def checkpoints_at_once(settings: Settings, steps: int) -> int:
-    """Checkpoints that lie in an output folder at a time, at most: those that are kept, and the one being written."""
+    """Most checkpoints in an output folder at a time: those that are kept, and the one being written."""
     every = settings.every or steps + 1
     at_end = settings.at_end and steps % every > 0
     return min(settings.keep + 1, steps // every + at_end)

@@ -1,4 +1,4 @@
-"""The state of a run into a checkpoint, and out of it again under any strategy."""
+"""Save the state of a run to a checkpoint, and restore it under any strategy."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ def save(
     run: dict[str, Any],
     progress: dict[str, Any],
 ) -> float:
-    """Begin to write a checkpoint; collective. Returns the seconds that training stood still for it.
+    """Start to write a checkpoint; collective. Returns the seconds that training was blocked.
 
-    Random numbers are functions of seed, step and process, so that there is no state of theirs to save.
+    Random numbers are functions of seed, step and process, so there is no random state to save.
 
     Args:
         run: the record in run.yaml, with the configuration.
@@ -47,13 +47,13 @@ def restore(
     *,
     weights_only: bool,
 ) -> None:
-    """Bring a prepared model and its optimizer to where a checkpoint stands; collective.
+    """Restore a prepared model and its optimizer from a checkpoint; collective.
 
     Args:
-        weights_only: leave the optimizer as a new one.
+        weights_only: keep the optimizer new.
 
     Raises:
-        InputError: if the checkpoint does not hold what this run trains.
+        InputError: if the checkpoint does not contain what this run trains.
     """
     if weights_only:
         pieces = distributed.pieces(strategy, model, optimizer)

@@ -1,8 +1,8 @@
-"""Checkpoints written while training goes on.
+"""Checkpoints written in the background.
 
-Each process copies its share of the state to host memory, which is all that training waits for; a thread writes the
-copy. One checkpoint is in flight at a time. If one cannot be written, it leaves nothing, the earlier ones stay, and
-the next is tried anew.
+Each process copies its share of the state to host memory; training waits only for that. A thread then writes the copy.
+One checkpoint is in flight at a time. If one cannot be written, it leaves nothing behind, earlier ones stay, and the
+next one is tried as usual.
 
 In a recipe, with ``failed_anywhere`` from whatever the processes exchange in a step anyway::
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from finetune.distributed import Piece
 
 SIGHT_SECONDS = 5.0
-"""How long a folder may take to be seen on another machine."""
+"""How long a new folder may take to appear on another machine."""
 
 
 class Saver:
@@ -57,7 +57,7 @@ class Saver:
             run: output folder of the run.
             keep: complete checkpoints that stay; older ones are removed when a newer one is complete.
             gather: collective; a value of each process, given to all.
-            expected_bytes: of a checkpoint, over all processes; with less room on the disk none is begun.
+            expected_bytes: of a checkpoint, over all processes; with less free disk space none is started.
             write: writes one file.
         """
         self.folder = folder.checkpoints_of(run)
@@ -74,23 +74,23 @@ class Saver:
         return self._writing is not None and self._writing.problem is not None
 
     def problems(self) -> list[str]:
-        """Sentences about what failed since they were last asked for: on the first process of all processes."""
+        """Sentences about failures of any process since the last call; the first process has them all."""
         told, self._problems = self._problems, []
         return told
 
     def save(
         self, step: int, pieces: "Iterable[Piece]", contents: dict[str, Any], own: dict[str, Any], strategy: str
     ) -> float:
-        """Copy the state, and begin to write it. Collective; waits for the checkpoint before.
+        """Copy the state and start to write it. Collective; waits for the previous checkpoint.
 
         Args:
             pieces: all that this process holds.
-            contents: what is to be known about the checkpoint, the same on all processes; JSON.
-            own: this process's part of the contents. Dictionaries are united, other values must agree.
-            strategy: for whoever lists the checkpoints.
+            contents: metadata of the checkpoint, the same on all processes; JSON.
+            own: this process's part of the metadata. Dictionaries are merged, other values must agree.
+            strategy: to show in lists of checkpoints.
 
         Returns:
-            Seconds that training stood still.
+            Seconds that training was blocked.
         """
         start = time.perf_counter()
         self.finish()
@@ -107,7 +107,7 @@ class Saver:
         return time.perf_counter() - start
 
     def finish(self) -> None:
-        """Wait until what is in flight is complete, or has failed somewhere and is gone. Collective."""
+        """Wait until the checkpoint in flight is complete, or has failed and is removed. Collective."""
         if self._writing is None:
             return
         self._writing.wait_for_own_part()
@@ -118,7 +118,7 @@ class Saver:
         self._end(self._writing)
 
     def give_up(self) -> None:
-        """Stop writing what is in flight and remove it; for when it has failed somewhere. Collective."""
+        """Stop writing the checkpoint in flight and remove it, after a failure on any process. Collective."""
         if self._writing is not None:
             self._writing.stop()
             self._end(self._writing)
@@ -136,7 +136,7 @@ class Saver:
         self._writing = None
 
     def _has_begun(self, final: Path) -> bool:
-        """Make the folder to write to, and have every process see it; or tell why it cannot be."""
+        """Create the folder to write to and wait until every process sees it; record why if that fails."""
         temporary = folder.temporary_of(final)
         problem = self._make(temporary) if self.rank == 0 else None
         if self._tell(final, self._gather(problem)):
@@ -145,7 +145,7 @@ class Saver:
         deadline = time.monotonic() + SIGHT_SECONDS
         while not temporary.is_dir():
             if time.monotonic() > deadline:
-                unseen = f"{temporary} is not seen there; put train.output_dir on a disk that all machines share"
+                unseen = f"{temporary} is not visible there; put train.output_dir on a disk shared by all machines"
                 break
             time.sleep(0.05)
         return not self._tell(final, self._gather(unseen))
@@ -156,19 +156,21 @@ class Saver:
             folder.clear(self.folder)
             free = shutil.disk_usage(self.folder).free
             if free < self.expected_bytes:
-                return f"it takes {self.expected_bytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free; make room"
+                return (
+                    f"it needs {self.expected_bytes / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; free some space"
+                )
             temporary.mkdir()
         except OSError as error:
             return reason(error)
         return None
 
     def _tell(self, final: Path, problems: list[str | None]) -> bool:
-        """Keep what went wrong on any process as a sentence; returns whether something did."""
+        """Record failures of any process as a sentence; returns whether there were any."""
         found = [f"process {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         if found:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
             self._problems.append(
                 f"The checkpoint {final} was not written ({'; '.join(found[:3])}{more}). Earlier checkpoints stay, and "
-                "training goes on."
+                "training continues."
             )
         return bool(found)

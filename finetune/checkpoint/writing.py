@@ -1,7 +1,7 @@
-"""One checkpoint on its way to the disk, in a thread of every process, without a collective.
+"""Writes one checkpoint to disk, in a thread of every process, without collectives.
 
-Each process writes its file and then a short note about it; the first process waits for the notes of all, makes the
-manifest of them and gives the checkpoint its name. Whatever goes wrong here ends the checkpoint, never the training.
+Each process writes its file and then a short note about it. The first process waits for all notes, writes the manifest
+and renames the checkpoint. A failure here loses the checkpoint, but never stops training.
 """
 
 import threading
@@ -22,7 +22,7 @@ from finetune.checkpoint.manifest import Part, StoredFile
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 120.0
-"""How long a file that another machine has written may take to be seen on this one."""
+"""How long a file written by another machine may take to appear on this one."""
 
 
 class Stopped(Exception):
@@ -30,10 +30,10 @@ class Stopped(Exception):
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> StoredFile:
-    """Write a file, and have the disk hold it.
+    """Write a file and flush it to disk.
 
     Returns:
-        Its size, and the checksum of what was to be written: what the disk made of it is held against that later.
+        Its size and the checksum of the data in memory, which later reads are compared with.
     """
     digest, size = xxhash.xxh3_128(), 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
@@ -72,7 +72,7 @@ class Writing:
         self.task, self.copy, self.write = task, copy, write
         self.temporary = folder.temporary_of(task.final)
         self.problem: str | None = None
-        """Why there will be no checkpoint, a clause; one that is set before the start is final."""
+        """Why there will be no checkpoint, as a clause; if it is set before the start, nothing is written."""
         self.left_over: str | None = None
         """Why older checkpoints could not be removed, though this one is complete."""
         self._own_part_ended, self._stop, self._all_written = (threading.Event() for _ in range(3))
@@ -91,7 +91,7 @@ class Writing:
         self._thread.join()
 
     def stop(self) -> None:
-        """End it without a checkpoint, unless it is complete already."""
+        """Stop without a checkpoint, unless it is already complete."""
         self._stop.set()
         self._thread.join()
 
@@ -165,11 +165,11 @@ class Writing:
             if self._all_written.is_set():
                 deadline = deadline or time.monotonic() + PATIENCE_SECONDS
                 if time.monotonic() > deadline:
-                    raise FileNotFoundError(f"what others wrote is not seen by the first process: {missing[0]}")
+                    raise FileNotFoundError(f"the first process does not see the files of the others: {missing[0]}")
 
 
 def reason(error: BaseException) -> str:
-    """An error as a clause; of the operating system's, what is wrong and with which file."""
+    """An error as a clause; for errors of the operating system, with the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) or type(error).__name__
