@@ -127,7 +127,7 @@ def printed(report: Report, *, width: int = 80, colour: bool = False) -> str:
 
 def shown_part(output: str) -> str:
     """The output from the first shown row to the rows that are left out."""
-    return output[output.index("rows.jsonl:1") : output.index("Rows that are left out")]
+    return output[output.index("rows.jsonl:1") : output.index("Unused rows")]
 
 
 class TestFigures:
@@ -413,11 +413,11 @@ class TestTerminal:
             "Tokens",
             "Packing and steps",
             "Rows as the model sees them",
-            "Rows that are left out",
+            "Unused rows",
         ]
         lines = printed(bare).splitlines()
         assert [line for line in lines if line in titles] == titles
-        assert lines[-1] == "A run would start with these data."
+        assert lines[-1] == "A run would accept these data."
 
 
 class TestPage:
@@ -487,7 +487,7 @@ class TestVerb:
         lines = re.sub(r"\s+", " ", capsys.readouterr().out)
         named = [f"{path}:{line}: there is no assistant turn" for line in range(2, 27)]
         assert [name in lines for name in named] == [True] * 10 + [False] * 15
-        assert "25 in all, 25 rejected and 0 dropped; with their text in" in lines
+        assert "25 in total: 25 rejected and 0 dropped; see" in lines
         assert lines.endswith("--data.on_bad_row skip. ")
         assert "would refuse these data: 25 rows cannot be used" in lines
         listed = as_json(arguments, capsys, exit_code=2)
@@ -506,7 +506,7 @@ class TestVerb:
     ):
         path = write_rows(tmp_path / "rows.jsonl", [conversation("the tree", "walks"), "{"])
         assert commands.main([*configure(str(path)), "--data.on_bad_row", "skip"]) == 0
-        assert capsys.readouterr().out.endswith("A run would start with these data.\n")
+        assert capsys.readouterr().out.endswith("A run would accept these data.\n")
 
     @pytest.mark.parametrize(
         ("model", "keys", "sentence"),

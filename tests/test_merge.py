@@ -507,7 +507,7 @@ class TestRefusedBeforeWeightsLoad:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "run.yaml").touch()
         shutil.copytree(tied_base, tmp_path / "run" / "final")
-        assert "is a whole model" in refused(tmp_path / "run", tmp_path / "merged")
+        assert "is a full model" in refused(tmp_path / "run", tmp_path / "merged")
 
     def test_run_yaml_that_is_no_record(self, lora: Path, tmp_path: Path):
         shutil.copytree(lora, tmp_path / "run" / "final")
@@ -518,7 +518,7 @@ class TestRefusedBeforeWeightsLoad:
         adapter = shutil.copytree(lora, tmp_path / "adapter")
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
-        assert "of the type IA3" in refused(adapter, tmp_path / "merged")
+        assert "of type IA3" in refused(adapter, tmp_path / "merged")
 
     def test_pickled_adapter(self, lora: Path, tmp_path: Path):
         adapter = shutil.copytree(lora, tmp_path / "adapter")
@@ -534,12 +534,12 @@ class TestRefusedBeforeWeightsLoad:
     def test_output_that_is_not_empty_stays_as_it_is(self, lora: Path, tmp_path: Path):
         (tmp_path / "merged").mkdir()
         (tmp_path / "merged" / "mine.txt").write_text("precious")
-        assert "is there already" in refused(lora, tmp_path / "merged")
+        assert "already exists" in refused(lora, tmp_path / "merged")
         assert [path.name for path in tmp_path.rglob("*")] == ["merged", "mine.txt"]
 
     def test_output_that_another_merge_is_writing(self, lora: Path, tmp_path: Path):
         (tmp_path / "merged.tmp").mkdir()
-        with pytest.raises(InputError, match="left by a merge that was killed"):
+        with pytest.raises(InputError, match="from a merge that was killed"):
             merge(lora, tmp_path / "merged")
         assert (tmp_path / "merged.tmp").is_dir()
 
@@ -551,12 +551,14 @@ class TestRefusedBeforeWeightsLoad:
             return shutil._ntuple_diskusage(2**40, 2**40, 200_000)  # type: ignore[attr-defined]
 
         monkeypatch.setattr(merging.shutil, "disk_usage", usage)
-        assert "are free on its disk; make room" in refused(lora, tmp_path / "new" / "merged")
+        assert "are free on its disk; free some space" in refused(lora, tmp_path / "new" / "merged")
         assert asked == [tmp_path]
         assert not (tmp_path / "new").exists()
 
     def test_dequantised_base_of_an_adapter_that_saw_none(self, lora: Path, tmp_path: Path):
-        assert "--base dequantized: nothing says" in refused(lora, tmp_path / "merged", base="dequantized")
+        assert "--base dequantized: this adapter has no record" in refused(
+            lora, tmp_path / "merged", base="dequantized"
+        )
 
     def test_bits_that_contradict_the_run(self, train: Callable[..., Path], tmp_path: Path):
         text = refused(train(adapter__modules_to_save=["embed_tokens"]), tmp_path / "merged", bits=4)
@@ -570,7 +572,7 @@ class TestRefusedBeforeWeightsLoad:
         save_file({"unread": torch.zeros(1)}, tmp_path / "model.safetensors")
         text = refused(lora, tmp_path / "merged", base_model=str(tmp_path))
         assert text.startswith("The adapter's base model cannot be read")
-        assert text.endswith("name its folder with --base-model.")
+        assert text.endswith("give its folder with --base-model.")
 
     def test_base_of_another_size(self, lora: Path, tmp_path: Path):
         other = tiny.write_weights(tiny.build_model_folder(tmp_path / "base", hidden_size=32))
@@ -581,7 +583,7 @@ class TestRefusedBeforeWeightsLoad:
         state = load_file(lora / "adapter_model.safetensors")
         name, value = next(iter(state.items()))
         save_file({**state, "base_model.model.other": value.clone()}, adapter / "adapter_model.safetensors")
-        assert "base_model.model.other has no place" in refused(adapter, tmp_path / "merged")
+        assert "base_model.model.other is unexpected" in refused(adapter, tmp_path / "merged")
         del state[name]
         save_file(state, adapter / "adapter_model.safetensors")
         assert f"{name} is missing" in refused(adapter, tmp_path / "merged")
@@ -590,7 +592,7 @@ class TestRefusedBeforeWeightsLoad:
         run = train(quantization__bits=4)
         assert "cannot be read as text" in refused(run, tmp_path / "merged", text_file=tmp_path / "nothing.txt")
         (tmp_path / "empty.txt").write_text("\n")
-        assert "there is no text in it" in refused(run, tmp_path / "merged", text_file=tmp_path / "empty.txt")
+        assert "it contains no text" in refused(run, tmp_path / "merged", text_file=tmp_path / "empty.txt")
 
 
 @pytest.fixture(params=["scaling", "layer", "not_a_number"])
@@ -614,7 +616,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("broken")
 def test_wrong_merge_is_refused_by_its_divergence_and_leaves_nothing(tied_base: Path, tmp_path: Path):
     adapter = build_adapter(tmp_path / "adapter", tied_base, size=0.4)
-    with pytest.raises(RunStopped, match=r"mean KL divergence .* nats per token .*Nothing was left") as error:
+    with pytest.raises(RunStopped, match=r"mean KL divergence .* nats per token .*Nothing was written") as error:
         merge(adapter, tmp_path / "merged")
     assert "--dtype fp32" in str(error.value)
     assert_nothing_left(tmp_path / "merged")
@@ -661,7 +663,7 @@ def test_text_is_the_given_file_else_the_runs_data_else_samples_and_always_bound
     assert (text.name, len(text.rows)) == (str(held_out), 11)
     text = comparison.choose_text(tokenizer, text_file=None, entries=[], **options)
     assert (text.name, len(text.rows)) == ("sample texts", 3)
-    with pytest.raises(InputError, match="the base model knows 100 tokens only"):
+    with pytest.raises(InputError, match="the base model only knows 100 tokens"):
         comparison.choose_text(tokenizer, text_file=None, entries=[], settings=Settings(1), vocabulary=100)
 
 
@@ -690,7 +692,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 def test_command_prints_a_table_within_80_columns_or_json(lora: Path, tmp_path: Path, output: Callable[[], str]):
     assert commands.main(["merge", str(lora), "--output", str(tmp_path / "a"), "--dtype", "fp32"]) == 0
     lines = output().splitlines()
-    assert lines[0] == f"The merged model lies in {tmp_path / 'a'}"
+    assert lines[0] == f"Merged model: {tmp_path / 'a'}"
     assert max(len(line) for line in lines[1:]) <= 80
     assert "mean KL divergence, nats per token" in "\n".join(lines)
     assert commands.main(["merge", str(lora), "--output", str(tmp_path / "b"), "--json"]) == 0
@@ -706,7 +708,7 @@ def test_command_ends_with_2_for_wrong_input_and_with_1_for_a_wrong_merge(
     assert capsys.readouterr().err.startswith("error: There is no folder")
     monkeypatch.setattr(merging, "LARGEST_KL", 0.0)
     assert commands.main(["merge", str(lora), "--output", str(tmp_path / "merged")]) == 1
-    assert "error: The merged model is not the adapted one" in capsys.readouterr().err
+    assert "error: The merged model differs from the adapted one" in capsys.readouterr().err
     assert_nothing_left(tmp_path / "merged")
 
 

@@ -52,7 +52,7 @@ def test_init_never_touches_what_is_there(installed: Path, tmp_path: Path):
     (tmp_path / "recipes" / "mine.py").write_text("precious")
     result = finetune(installed, "init", tmp_path)
     assert result.returncode == 2
-    assert "is there already; name another folder, nothing was written." in result.stderr
+    assert "already exists; choose another folder. Nothing was written." in result.stderr
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["mine.py"]
 
 

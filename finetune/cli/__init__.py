@@ -1,3 +1,3 @@
-"""The command ``finetune``: ``commands`` (all of them, and their options), ``plan_verb``, ``data_verb``,
-``checkpoint_verb``, ``data_report`` (what a model will see of its data), ``demo_model``.
+"""The ``finetune`` command: ``commands`` (all commands and their options), ``plan_verb``, ``data_verb``,
+``checkpoint_verb``, ``data_report`` (the data as the model sees them), ``demo_model``.
 """

@@ -1,4 +1,4 @@
-"""``finetune checkpoint``: what checkpoints a run has, whether they are intact, and a model or adapter of one."""
+"""``finetune checkpoint``: list, verify and export the checkpoints of a run."""
 
 import json
 import sys
@@ -19,10 +19,10 @@ THREADS = 4
 
 
 def ls(run: Path, *, as_json: bool) -> int:
-    """Show every checkpoint of a run, also those that are not complete. Returns the exit code.
+    """Show every checkpoint of a run, including incomplete ones. Returns the exit code.
 
     Raises:
-        InputError: if there is no such folder, or nothing in it.
+        InputError: if there is no such folder, or no checkpoint in it.
     """
     if not run.is_dir():
         raise InputError(f"There is no folder {run}; give the output folder of a run.")
@@ -37,7 +37,7 @@ def ls(run: Path, *, as_json: bool) -> int:
     elif entries:
         _print_table(entries)
     else:
-        raise InputError(f"{run} holds no checkpoint; give the output folder of a run that has saved one.")
+        raise InputError(f"{run} has no checkpoint; give the output folder of a run that saved one.")
     return 0
 
 
@@ -75,7 +75,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
 
 
 def readable(size: int) -> str:
-    """Bytes in the largest unit that gives at least 1."""
+    """Bytes in the largest unit with a value of at least 1."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -83,7 +83,7 @@ def readable(size: int) -> str:
 
 
 def verify(path: Path, *, as_json: bool) -> int:
-    """Read every file of a checkpoint, or of all of a run, and hold its checksum against the manifest.
+    """Read every file of a checkpoint, or of all checkpoints of a run, and compare its checksum with the manifest.
 
     Returns:
         The exit code: 0 if all are intact, 1 if not.
@@ -105,7 +105,7 @@ def verify(path: Path, *, as_json: bool) -> int:
             for sentence in result["damaged"]:
                 print(f"  {sentence}")
             for name in result["foreign"]:
-                print(f"  {name!r} is no part of it, and was not opened")
+                print(f"  {name!r} does not belong to it, and was not opened")
     return 0 if intact else 1
 
 

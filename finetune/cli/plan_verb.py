@@ -23,19 +23,19 @@ from finetune.units import GIB
 
 @dataclass(frozen=True)
 class Shown:
-    """How an answer is shown, and how deeply it is looked into."""
+    """How an answer is shown, and whether it is traced or probed."""
 
     as_json: bool = False
     all_rows: bool = False
     plot: Path | None = None
     traced_rank: int | None = None
-    """Of the process that is traced; None for no dry run."""
+    """Rank to trace; None for no dry run."""
     probes: bool = False
 
 
 @dataclass(frozen=True)
 class OnPaper:
-    """Factors of parallelism that is not run here; None where one is left open."""
+    """Theoretical parallelism; None compares all values."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -50,10 +50,10 @@ def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnP
 
     Args:
         arguments: ``--config FILE`` and flags of the recipe.
-        on_paper: ask for parallelism that is not run here instead.
+        on_paper: ask for theoretical parallelism instead.
 
     Raises:
-        InputError: for what can be put right.
+        InputError: for wrong input.
         RunStopped: if a dry run failed.
     """
     refuse_if_any(picture.problems(shown.plot) if shown.plot is not None else [])
@@ -80,7 +80,7 @@ def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnP
     if shown.plot is not None:
         title = f"{name}: {first.name} on {question.question.machines.text}"
         picture.draw(first, shown.plot, title=title)
-        lines += ["", f"{shown.plot} shows the memory of {first.name}."]
+        lines += ["", f"Plotted the memory of {first.name} to {shown.plot}."]
     if shown.as_json:
         print(json.dumps(record(answer, model=question.model, notes=question.notes) | extra, indent=2))
     else:
@@ -92,7 +92,7 @@ def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnP
 
 
 def _probe(question: Asked, answer: Plan, extra: dict[str, Any]) -> list[str]:
-    """Two real steps on the GPU that is here."""
+    """Two real steps on this machine's GPU."""
     from finetune.planner.probed import lines_of, probe_row, record_of, row_to_probe
 
     row = row_to_probe(answer.rows, question.question, gpus_here())
@@ -106,7 +106,7 @@ def _of_processes(rank: int, setting: Setting) -> str:
 
 
 def _show_trace_alone(model_config: dict[str, Any], setting: Setting, rank: int, *, as_json: bool) -> int:
-    """A model that the formulas do not know, by a dry run alone; nothing is compared and nothing recommended."""
+    """A model without formulas, by a dry run alone; nothing is compared or recommended."""
     from finetune.planner.traced import in_parts
     from finetune.trace.child import trace_in_child
 
@@ -115,7 +115,7 @@ def _show_trace_alone(model_config: dict[str, Any], setting: Setting, rank: int,
         print(json.dumps({"setting": asdict(setting), "rank": rank, "trace": found.record()}, indent=2))
         return 0
     whose = _of_processes(rank, setting)
-    print(f"The formulas do not know {model_config.get('model_type')}; a dry run of one way to train it{whose} says:")
+    print(f"There are no formulas for {model_config.get('model_type')}; a dry run of one setting{whose} gives:")
     for part, size in in_parts(found).items():
         print(f"{part:<13}{size / GIB:>10.3f} GiB")
     print(f"{'peak':<13}{found.peak.bytes / GIB:>10.3f} GiB in the {found.peak_phase}, with")

@@ -1,4 +1,4 @@
-"""Models made of a run: ``merge`` (adapter and base), ``checkpoint_export``, ``comparison`` (of both to the adapter).
+"""Export of models: ``merge`` (adapter into base), ``checkpoint_export``, ``comparison`` (merged with unmerged).
 
-``adapter_source`` reads what is merged, ``adapted_model`` runs it unmerged.
+``adapter_source`` reads the adapter to merge, ``adapted_model`` runs it unmerged.
 """

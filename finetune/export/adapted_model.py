@@ -1,4 +1,4 @@
-"""Base and adapter in memory: apart, as they were trained, or merged to one model.
+"""Base and adapter in memory: separate, as they were trained, or merged into one model.
 
 A layer is merged by PEFT, given its base weight in fp32 beside the adapter's matrices in fp32, and the sum is rounded
 once. One layer is in fp32 at a time, except for 8-bit bases: their dequantised weights need more digits than 16-bit
@@ -20,7 +20,7 @@ from finetune.units import GIB
 
 
 def load_as_trained(source: AdapterSource) -> PreTrainedModel:
-    """The base with the values that training computed with, and the adapter beside it in fp32.
+    """The base with the values that training computed with, and the unmerged adapter in fp32.
 
     4-bit weights are those values, dequantised to the dtype of training, which takes as much memory as merging does.
     8-bit layers stay as they are, since they round what comes in as well.
@@ -62,7 +62,7 @@ def load_merged(source: AdapterSource, *, dequantized: bool, dtype: torch.dtype)
 
 
 def on_device(model: Any) -> Any:
-    """The model on the GPU, where there is room for it, for one weight in fp32 and for what it computes."""
+    """The model on the GPU, if it fits with one weight in fp32 and its activations."""
     room = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     in_fp32 = 4 * max(parameter.numel() for parameter in model.parameters())
     fits = 1.2 * model.get_memory_footprint() + in_fp32 + 4 * GIB < room
@@ -131,7 +131,7 @@ def _merge_layer(layer: Any, dtype: torch.dtype) -> None:
 
 
 def _tie_if_equal(model: Any) -> None:
-    """Where embedding and output head were one weight, they stay one if they are equal; else both are saved."""
+    """A tied embedding and output head stay tied if they are equal; otherwise both are saved."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     text_config = model.config.get_text_config()
     if not text_config.tie_word_embeddings or head.weight is embedding.weight:

@@ -1,7 +1,7 @@
-"""An adapter to be merged: where it lies, what it was trained on and how. Refused, if at all, before weights load.
+"""An adapter to merge: its files, its base, and how it was trained. Problems are found before weights load.
 
-It is the output folder of a run, whose run.yaml tells how it was trained, or the folder of an adapter. LoRA with its
-variants (rsLoRA, DoRA, modules saved whole) is read, other methods of PEFT are not.
+It is the output folder of a run, whose run.yaml records the training, or the folder of an adapter. LoRA and its
+variants (rsLoRA, DoRA, modules saved in full) are supported, other PEFT methods are not.
 """
 
 import json
@@ -35,7 +35,7 @@ class AdapterSource:
     base: str
     """Folder or hub id of the model that it was trained on."""
     random_weights: bool
-    """The base's weights are not read, but drawn from ``seed``, as the run drew them."""
+    """The base's weights are drawn with ``seed``, as in the run, instead of read."""
     revision: str | None
     config: PreTrainedConfig
     """Of the base."""
@@ -46,7 +46,7 @@ class AdapterSource:
     seed: int
     """Of random weights of the base."""
     sources: list[Source]
-    """What the run held out, or else trained on."""
+    """Held-out data of the run, or else its training data."""
     settings: Settings
     """How the run read it."""
 
@@ -56,11 +56,11 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
 
     Args:
         path: output folder of a run, or folder of an adapter.
-        base_model: folder of the base, where it is not the one that the adapter names.
-        bits: that the base was quantised to, where no run.yaml tells.
+        base_model: folder of the base, if it is not the one that the adapter names.
+        bits: of the quantised base, if there is no run.yaml.
 
     Raises:
-        InputError: if there is no LoRA adapter, no base, or if the two do not fit together.
+        InputError: if there is no LoRA adapter or no base, or they do not fit together.
     """
     folder, run = _find(path)
     named = _named_in(folder)
@@ -103,7 +103,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
 
 def _unreadable(problem: str) -> InputError:
     problem = problem.removeprefix("model.path: ").rstrip(".")
-    return InputError(f"The adapter's base model cannot be read ({problem}); name its folder with --base-model.")
+    return InputError(f"The adapter's base model cannot be read ({problem}); give its folder with --base-model.")
 
 
 def _find(path: Path) -> tuple[Path, Path | None]:
@@ -113,20 +113,18 @@ def _find(path: Path) -> tuple[Path, Path | None]:
     is_result = (path / "adapter_config.json").is_file() or (path / "config.json").is_file()
     if not is_result and not (path / "run.yaml").is_file():
         raise InputError(
-            f"{path} holds neither run.yaml nor adapter_config.json; give the output folder of a run, or the folder of "
+            f"{path} has neither run.yaml nor adapter_config.json; give the output folder of a run, or the folder of "
             "an adapter."
         )
     folder = path if is_result else path / "final"
     if not folder.is_dir():
-        raise InputError(f"{path} holds a run without a result, final/ is missing; let it end, or name another run.")
+        raise InputError(f"{path} has a run without a result: final/ is missing; let it finish, or give another run.")
     if not (folder / "adapter_config.json").is_file():
-        raise InputError(
-            f"{folder} is a whole model, as full fine-tuning leaves it, and no adapter: nothing is to be merged; use "
-            "it as it is."
-        )
+        raise InputError(f"{folder} is a full model, not an adapter, so there is nothing to merge; use it as it is.")
     if not (folder / adapter.WEIGHTS).is_file():
         raise InputError(
-            f"{folder} has no {adapter.WEIGHTS}; save the adapter as safetensors (pickle files are not read, they can "
+            f"{folder} has no {adapter.WEIGHTS}; save the adapter as safetensors (pickle files are not read, "
+            "because they can "
             "run code)."
         )
     above = [folder.resolve().parent / "run.yaml"] if folder.resolve().name == "final" else []
@@ -138,19 +136,19 @@ def _named_in(folder: Path) -> dict[str, Any]:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{folder / 'adapter_config.json'} cannot be read ({error}); save the adapter anew."
+            f"{folder / 'adapter_config.json'} cannot be read ({error}); save the adapter again."
         ) from error
     if not isinstance(named, dict) or named.get("peft_type") != "LORA":
         kind = named.get("peft_type") if isinstance(named, dict) else None
         raise InputError(
-            f"{folder} holds an adapter of the type {kind}; LORA (with rsLoRA and DoRA) can be merged here, others "
+            f"{folder} has an adapter of type {kind}, but only LORA (including rsLoRA and DoRA) is supported; merge it "
             "with PEFT's merge_and_unload."
         )
     return named
 
 
 def _recorded(run: Path) -> dict[str, Any]:
-    """What run.yaml tells about the training, by the names of ``AdapterSource``."""
+    """What run.yaml records of the training, by the field names of ``AdapterSource``."""
     try:
         record = yaml.safe_load(run.read_text(encoding="utf-8"))
         config, data = record["config"], record["config"]["data"]
@@ -207,8 +205,8 @@ def _tensor_problems(folder: Path, base: str, skeleton: PreTrainedModel) -> list
     # beside its own tensors, PEFT may have saved copies of the base's embedding and head
     places = {adapter.saved_name(name): tuple(p.shape) for name, p in skeleton.named_parameters(remove_duplicate=False)}
     wrong = [f"{names[0]} is missing" for names in saved_names(skeleton).values() if not set(names) & set(saved)]
-    wrong += [f"{name} has no place in it" for name in saved if name not in places]
-    wrong += [f"{n} has shape {s}, not {places[n]}" for n, s in saved.items() if n in places and s != places[n]]
+    wrong += [f"{name} is unexpected" for name in saved if name not in places]
+    wrong += [f"{n} has shape {s} instead of {places[n]}" for n, s in saved.items() if n in places and s != places[n]]
     if not wrong:
         return []
     rest = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -1,7 +1,7 @@
-"""A model or an adapter made of a checkpoint: the folder that a run would leave as final/, had it ended there.
+"""Exports the model or adapter of a checkpoint: the final/ folder of a run that ended there.
 
-No model is loaded: its modules are made without memory, and the trained weights are written from the checkpoint, in the
-dtype and under the names of a run's result.
+No model is loaded: its modules are created without memory, and the trained weights are copied from the checkpoint, with
+the dtypes and names of a run's result.
 """
 
 import os
@@ -25,13 +25,13 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     """Write the model or adapter of a checkpoint to a new folder, complete or not at all.
 
     Args:
-        path: a checkpoint, or a run, of which the newest is taken.
+        path: a checkpoint, or a run, of which the newest checkpoint is used.
 
     Returns:
         What was written, for JSON.
 
     Raises:
-        InputError: if the checkpoint is not complete, not intact, or not of a fine-tuning run; if the folder exists.
+        InputError: if the checkpoint is incomplete, damaged, or not of a fine-tuning run; or if the folder exists.
     """
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
@@ -69,7 +69,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         temporary.rename(folder)
     except OSError as error:
         raise InputError(
-            f"--output {folder} could not be written ({error.strerror or error}); name another one."
+            f"--output {folder} could not be written ({error.strerror or error}); choose another one."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is gone, if it has taken its place
@@ -83,9 +83,9 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The result for a person."""
+    """The result as text."""
     return (
-        f"The {result['kind']} of step {result['step']} lies in {result['folder']}\n"
+        f"Exported the {result['kind']} of step {result['step']} to {result['folder']}\n"
         f"  {result['parameters']:,} parameters, from {result['checkpoint']}"
     )
 
@@ -96,24 +96,22 @@ def _record(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     config = run.get("config") if isinstance(run, dict) else None
     told = isinstance(config, dict) and {"model", "data", "adapter", "train"} <= set(config)
     if not run or not config or not told or "progress" not in checkpoint.contents:
-        raise InputError(
-            f"{checkpoint.path} does not tell the configuration of its run; name a checkpoint of recipes/sft.py."
-        )
+        raise InputError(f"{checkpoint.path} has no configuration of its run; give a checkpoint of recipes/sft.py.")
     return config, run
 
 
 def _output_problems(folder: Path) -> list[str]:
     temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
     if taken := [str(path) for path in (folder, temporary) if path.exists() or path.is_symlink()]:
-        return [f"--output: {taken[0]} is there already; name a folder that does not exist yet."]
+        return [f"--output: {taken[0]} already exists; give a folder that does not exist yet."]
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK) or not parent.is_dir():
-        return [f"--output: {parent} cannot be written to; name another folder."]
+        return [f"--output: {parent} is not writable; choose another folder."]
     return []
 
 
 def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
-    """Put the run's adapter into a model; both without memory."""
+    """Attach the run's adapter to a model; both without memory."""
     named = config["model"]
     adapter.attach(
         model,
@@ -126,7 +124,7 @@ def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
 
 
 def _card(checkpoint: Checkpoint, run: dict[str, Any]) -> str:
-    """The README.md: that of a run's result, of the step of the checkpoint."""
+    """The README.md of a run's result, for the step of the checkpoint."""
     progress = checkpoint.contents["progress"]
     evaluated = {**run, "eval_loss": {"before": progress["eval_loss"]}}
     metrics, folder = progress["metrics"][-1], checkpoint.path.absolute().parent.parent

@@ -1,7 +1,7 @@
-"""Two models held against each other on real text: how far their logits and probabilities are apart.
+"""Compares two models on real text: how much their logits and probabilities differ.
 
-Both compute in fp32, whatever their weights are stored in: what differs is then the weights, and not the rounding of
-each product, which in bf16 is the larger part by far.
+Both compute in fp32, whatever the dtype of their weights. So the difference comes from the weights, not from the
+rounding of each product, which would dominate in bf16.
 
 Memory stays bounded: at most 16 rows of 512 tokens, 4,096 tokens together; the first model's logits are kept for them
 (2 GiB for a vocabulary of 128k), the second's only for one row at a time. Of the weights, only those of the module that
@@ -23,7 +23,7 @@ from finetune.errors import InputError
 
 ROWS, ROW_TOKENS, TOKENS = 16, 512, 4096
 CHARACTERS = 100_000
-"""Read of a text file, at most: more than 4,096 tokens in any language."""
+"""Most characters read of a text file: more than 4,096 tokens in any language."""
 AT_ONCE = 128
 """Positions whose probabilities are compared together, in fp64."""
 
@@ -42,7 +42,7 @@ SAMPLES = (
     "春になると、川沿いの桜が一斉に咲き始めます。週末には多くの人が集まり、木の下でお弁当を広げます。"
     "祖母は毎年、花が散る前に家族を呼び、昔の話を聞かせてくれました。",
 )
-"""English prose, code and Japanese, for want of the run's own data."""
+"""English prose, code and Japanese, used without data of the run."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two models are apart, over all tokens of a text."""
+    """How much two models differ over all tokens of a text."""
 
     tokens: int
     largest_logit: float
@@ -91,7 +91,7 @@ def choose_text(
     settings: Settings,
     vocabulary: int,
 ) -> Text:
-    """Rows of a text file, else of conversations, else of the sample texts.
+    """Rows of a text file, or of the run's data, or of the sample texts.
 
     Args:
         text_file: plain text in UTF-8.
@@ -114,10 +114,10 @@ def choose_text(
         left = TOKENS - sum(map(len, bounded))
         bounded += [row[: min(ROW_TOKENS, left)]] if row and left else []
     if not bounded:
-        raise InputError(f"{name}: there is no text in it; name another file with --text.")
+        raise InputError(f"{name}: it contains no text; give another file with --text.")
     if (largest := max(map(max, bounded))) >= vocabulary:
         raise InputError(
-            f"The tokenizer gives token {largest}, but the base model knows {vocabulary} tokens only; name the model "
+            f"The tokenizer gives token {largest}, but the base model only knows {vocabulary} tokens; give the model "
             "that the adapter was trained on with --base-model."
         )
     return Text(name, bounded)
@@ -128,7 +128,7 @@ def _read(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             return file.read(CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--text {path}: the file cannot be read as text ({error}); name one in UTF-8.") from error
+        raise InputError(f"--text {path}: the file cannot be read as text ({error}); give a UTF-8 file.") from error
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -147,7 +147,7 @@ def logits(model: Any, text: Text) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _computing_in_fp32(model: torch.nn.Module) -> Iterator[None]:
-    """While a module computes, its own 16-bit weights are in fp32; after it they are what they were.
+    """While a module computes, its own 16-bit weights are in fp32; afterwards they are restored.
 
     Quantised weights stay as they are: their layers compute in the dtype of what comes in.
     """
@@ -172,7 +172,7 @@ def _computing_in_fp32(model: torch.nn.Module) -> Iterator[None]:
 
 
 def compare(first: Sequence[torch.Tensor], second: Iterable[torch.Tensor]) -> Difference:
-    """Hold the logits of two models against each other, row by row, in fp64."""
+    """Compare the logits of two models row by row, in fp64."""
     tokens, same, entries, largest, sum_logit, sum_kl = 0, 0, 0, 0.0, 0.0, 0.0
     for rows in zip(first, second, strict=True):
         for a, b in zip(*(row.split(AT_ONCE) for row in rows)):

@@ -1,9 +1,8 @@
-"""An adapter merged into its base: a model that needs no PEFT, checked on real text before it is left.
+"""Merges an adapter into its base: the result needs no PEFT, and is checked on real text before it is kept.
 
-The merged model is written beside its folder, read back and held against base and adapter as they were trained, and
-only then takes its place: the folder is complete or absent. One model is in memory at a time, in the dtype of its
-weights. After training on 8-bit weights the difference is more than rounding, because activations were in 8 bits there
-as well.
+The merged model is written to a temporary folder, read back, and compared with base and adapter as they were trained.
+Only then it gets its final name: the folder is complete or absent. One model is in memory at a time, in the dtype of
+its weights. After training on 8-bit weights the difference exceeds rounding, because activations were in 8 bits too.
 """
 
 import gc
@@ -29,7 +28,7 @@ from finetune.units import GIB
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EQUAL_KL, LARGEST_KL, LARGEST_KL_8_BIT = 1e-6, 0.05, 0.25
-"""Nats per token: what is no difference, what rounding may make, and what it may after LLM.int8, which rounds inputs.
+"""Nats per token: limits for an equal model, for rounding, and for rounding after LLM.int8, which rounds inputs.
 On SmolLM2-135M: 1e-11 for a merge in fp32, 8e-5 in bf16, 0.01 to 0.09 after 8 bits."""
 DISK_MARGIN = 1.05
 """Tokenizer and configuration lie beside the weights."""
@@ -46,24 +45,24 @@ def merge(
     text_file: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Merge an adapter and leave a model in ``folder``.
+    """Merge an adapter and write the model to ``folder``.
 
     Args:
         path: output folder of a run, or folder of an adapter.
-        base_model: folder or hub id of the base, where it is not the one that the adapter names.
-        bits: 4 or 8, that the base was quantised to, where no run.yaml tells.
-        base: ``dequantized`` (the weights that an adapter of a quantised base was trained against; the default for
+        base_model: folder or hub id of the base, if it is not the one that the adapter names.
+        bits: 4 or 8, the bits of the quantised base, if there is no run.yaml.
+        base: ``dequantized`` (the weights that an adapter of a quantised base was trained on; the default for
             these) or ``original`` (the weights before quantisation).
         dtype: of the merged model, ``bf16`` or ``fp32``.
-        text_file: to compare on, in place of the run's own data.
-        say: shows a line about what is being done.
+        text_file: to compare on, instead of the run's own data.
+        say: shows a line of progress.
 
     Returns:
         What was merged and measured, for JSON.
 
     Raises:
-        InputError: for what can be put right, before weights load.
-        RunStopped: if the merged model is another one than base and adapter; nothing is left then.
+        InputError: for wrong input, before weights load.
+        RunStopped: if the merged model differs from base and adapter; nothing is written then.
     """
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
@@ -119,33 +118,33 @@ def merge(
 
 
 def output_problems(folder: Path) -> list[str]:
-    """Why nothing may be written to this folder, as sentences."""
+    """Why this folder cannot be written, as sentences."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        return [f"--output {folder} is there already, and is no empty folder; name another one."]
+        return [f"--output {folder} already exists and is not an empty folder; choose another one."]
     if temporary_folder(folder).exists():
         return [
-            f"{temporary_folder(folder)} is there already, left by a merge that was killed, or of one that is at work; "
-            "remove it, or name another --output."
+            f"{temporary_folder(folder)} already exists, from a merge that was killed or is still running; "
+            "remove it, or choose another --output."
         ]
     parent = _existing_parent(folder)
     if not os.access(parent, os.W_OK):
-        return [f"--output: {parent} cannot be written to; name another folder."]
+        return [f"--output: {parent} is not writable; choose another folder."]
     return []
 
 
 def temporary_folder(folder: Path) -> Path:
-    """Where the model is written before it takes its place."""
+    """Where the model is written before it gets its final name."""
     return folder.absolute().with_name(folder.absolute().name + ".tmp")
 
 
 def disk_problems(folder: Path, weight_bytes: int) -> list[str]:
-    """Whether the merged model has room on its disk."""
+    """Whether there is disk space for the merged model."""
     needed, free = weight_bytes * DISK_MARGIN, shutil.disk_usage(_existing_parent(folder)).free
     if needed <= free:
         return []
     return [
-        f"--output {folder} needs {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free on its disk; make "
-        "room, or name a folder on another disk."
+        f"--output {folder} needs {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free on its disk; free some "
+        "space, or choose a folder on another disk."
     ]
 
 
@@ -157,13 +156,13 @@ def onto_problems(source: AdapterSource, onto: str) -> list[str]:
     """Why the adapter cannot be merged onto these weights, as sentences."""
     if onto == "dequantized" and not source.bits:
         return [
-            "--base dequantized: nothing says that this adapter was trained on quantised weights; leave --base out, "
-            "or add --bits 4 (or 8) if it was, and its run.yaml is lost."
+            "--base dequantized: this adapter has no record of training on quantised weights; leave --base out, "
+            "or add --bits 4 (or 8) if it was trained so and its run.yaml is lost."
         ]
     if onto == "original" and quantization.stored_bits(source.config):
         return [
             f"--base original: {source.base} is published in {source.bits} bits, without its original weights; leave "
-            f"--base out, or name the 16-bit model with --base-model and add --bits {source.bits}."
+            f"--base out, or give the 16-bit model with --base-model and add --bits {source.bits}."
         ]
     return []
 
@@ -180,7 +179,7 @@ def load_tokenizer(source: AdapterSource) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"No tokenizer could be loaded from {path} ({str(error).splitlines()[0]}); put its files into the "
+            f"No tokenizer could be loaded from {path} ({str(error).splitlines()[0]}); copy its files to the "
             f"adapter's folder, {source.folder}."
         ) from error
 
@@ -191,24 +190,24 @@ def kind(source: AdapterSource) -> str:
 
 
 def largest_kl(bits: int | None) -> float:
-    """Nats per token that rounding may make, after training on weights of so many bits."""
+    """Most nats per token that count as rounding, after training on weights of this many bits."""
     return LARGEST_KL_8_BIT if bits == 8 else LARGEST_KL
 
 
 def verdict(difference: Difference, bits: int | None) -> str:
-    """What a difference means: ``equal``, ``rounded`` or ``different``."""
+    """The meaning of a difference: ``equal``, ``rounded`` or ``different``."""
     if difference.mean_kl <= EQUAL_KL:
         return "equal"
     return "rounded" if difference.mean_kl <= largest_kl(bits) else "different"
 
 
 def included(source: AdapterSource, onto: str) -> str | None:
-    """What the difference holds beside the rounding of the merged weights."""
+    """What the difference includes beside the rounding of the merged weights."""
     stored = models.stored_dtype(source.config)
     if source.bits and onto == "original":
         return f"the error of the base's {source.bits}-bit weights, which the adapter saw"
     if source.bits == 8:
-        return "the error of 8-bit activations, which the merged model has not"
+        return "the error of 8-bit activations, which the merged model does not have"
     if not source.bits and stored.itemsize > source.dtype.itemsize:
         return f"the rounding of the base's {stored} weights to {source.dtype}, which the adapter saw".replace(
             "torch.", ""
@@ -217,27 +216,27 @@ def included(source: AdapterSource, onto: str) -> str | None:
 
 
 def check(difference: Difference, text: Text, source: AdapterSource, onto: str, folder: Path) -> None:
-    """Refuse a merged model that is not base and adapter.
+    """Refuse a merged model that differs from base and adapter.
 
     Raises:
-        RunStopped: with the figures. Onto the original weights of a quantised base only what is no number is refused.
+        RunStopped: with the figures. Merges onto the original weights of a quantised base are only refused for NaN.
     """
     limit = largest_kl(source.bits)
     if difference.mean_kl <= (float("inf") if source.bits and onto == "original" else limit):
         return
     raise RunStopped(
-        f"The merged model is not the adapted one: mean KL divergence {difference.mean_kl:.3g} nats per token (at most "
-        f"{limit} is rounding), largest difference of a logit {difference.largest_logit:.3g}, most likely token "
-        f"the same after {100 * difference.agreement:.1f} % of {difference.tokens:,} tokens of {text.name}. Nothing "
-        f"was left at {folder}. Merge with --dtype fp32: if that helps, bf16 is too coarse for this adapter; else "
-        "use the adapter unmerged, with PEFT, and report its figures."
+        f"The merged model differs from the adapted one: mean KL divergence {difference.mean_kl:.3g} nats per token "
+        f"(up to {limit} is rounding), largest logit difference {difference.largest_logit:.3g}, same most likely token "
+        f"after {100 * difference.agreement:.1f} % of {difference.tokens:,} tokens of {text.name}. Nothing was "
+        f"written to {folder}. Merge with --dtype fp32: if that helps, bf16 is too coarse for this adapter; otherwise "
+        "use the adapter unmerged, with PEFT, and report these figures."
     )
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The result for a person; lines without paths have less than 80 columns."""
+    """The result as text; lines without paths have less than 80 columns."""
     return (
-        f"The merged model lies in {result['folder']}\n"
+        f"Merged model: {result['folder']}\n"
         f"  {result['parameters']:,} parameters in {result['dtype']}, {result['seconds']} s\n{_measured(result)}"
     )
 
@@ -246,10 +245,11 @@ def _measured(result: dict[str, Any]) -> str:
     meaning = {
         "equal": f"the same model (at most {EQUAL_KL} nats per token apart).",
         "rounded": f"the same model up to rounding (at most {largest_kl(result['bits'])} nats per token apart).",
-        "different": "another model than was trained; evaluate it before use.",
+        "different": "not the model that was trained; evaluate it before use.",
     }
     lines = [
-        f"Against base and adapter as trained, over {result['difference']['tokens']:,} tokens of {result['text']}:",
+        f"Compared with base and adapter as trained, over {result['difference']['tokens']:,} tokens of "
+        f"{result['text']}:",
         Difference(**result["difference"]).table(),
         f"Verdict: {meaning[result['verdict']]}",
     ]
@@ -259,7 +259,7 @@ def _measured(result: dict[str, Any]) -> str:
 
 
 def model_card(result: dict[str, Any]) -> str:
-    """The README.md of the merged model: what it was made from, and how far it is from that."""
+    """The README.md of the merged model: its sources, and how much it differs from them."""
     onto = f"its weights dequantised from {result['bits']} bits" if result["onto"] == "dequantized" else "its weights"
     return (
         f"---\nbase_model: {result['base']}\nlibrary_name: transformers\ntags: [sft, merged]\n---\n\n"

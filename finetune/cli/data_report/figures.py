@@ -1,7 +1,6 @@
-"""The figures of a run's data: sources, tokens, packing, steps and time.
+"""Figures of a run's data: sources, tokens, packing, steps and time.
 
-Limits: records that are dropped are counted, but their lengths are not known any more; padding is that of the order of
-the run's first epoch.
+Limits: dropped records are counted, but their lengths are unknown; padding is that of the first epoch's order.
 """
 
 import json
@@ -32,35 +31,35 @@ class SourceFigures:
     """training or held-out."""
     weight: float
     rows: int
-    """Rows prepared of it, whether trained or held out."""
+    """Rows prepared from it, trained or held out."""
     training_rows: int
-    """Of an epoch, as its weight says."""
+    """Per epoch, by its weight."""
 
 
 @dataclass(frozen=True)
 class RowFigures:
-    """Rows by what becomes of them; each counted once, whatever its source's weight."""
+    """Rows by their use; each counted once, whatever the weight of its source."""
 
     training: int
     held_out: int
     per_epoch: int
-    """Training rows of an epoch, as the weights say."""
+    """Training rows per epoch, by the weights."""
     rejected: int
     dropped: int
-    """Rows whose trained tokens all lie behind max_length."""
+    """Rows whose trained tokens are all beyond max_length."""
     truncated: int
-    """Training rows cut at max_length."""
+    """Training rows truncated at max_length."""
     tokens_cut: int
-    """Tokens that these lost."""
+    """Tokens lost by truncation."""
     duplicates: int
-    """Training rows whose tokens occurred in an earlier one."""
+    """Training rows with the same tokens as an earlier one."""
     shared_with_held_out: int
-    """Held-out rows whose tokens occur in a training row."""
+    """Held-out rows with the same tokens as a training row."""
 
 
 @dataclass(frozen=True)
 class TokenFigures:
-    """Tokens of the training rows, cut at max_length."""
+    """Tokens of the training rows, truncated at max_length."""
 
     total: int
     trained: int
@@ -70,26 +69,26 @@ class TokenFigures:
 
 @dataclass(frozen=True)
 class InputFigures:
-    """What the model computes, with documents packed or each in a row of its own."""
+    """What the model computes, with packed documents or one document per row."""
 
     rows_per_epoch: int
     positions_per_epoch: int
     """Positions that all processes compute, padding included."""
     padding: float
-    """Share of these without a token."""
+    """Share of these that is padding."""
     room_used: float
-    """Share of rows x max_length that holds a token."""
+    """Share of rows x max_length that is used by tokens."""
     trained_tokens_per_step: float
     steps_per_epoch: float
     steps: int
     """Optimizer steps of the run."""
     seconds_per_epoch: float | None
-    """None where no speed is known."""
+    """None if no speed is known."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A row that is not trained."""
+    """An unused row."""
 
     source: str
     """``file:line``."""
@@ -116,15 +115,15 @@ class Report:
     micro_batch_is_open: bool
     """The planner chooses the micro-batch when the run starts: no larger than this, and padding no more."""
     tokens_per_second: float | None
-    """Positions of all processes, per second."""
+    """Positions per second of all processes."""
     speed_from: str | None
-    """Where the speed is known from."""
+    """Source of the speed."""
     examples: list[ShownRow]
     left_out: list[LeftOut]
     left_out_files: list[str]
-    """Where every row that is left out lies, with its text."""
+    """Files with every unused row and its text."""
     refusal: str | None
-    """Why a run would refuse these data."""
+    """Why a run would refuse these data; None if it would not."""
 
 
 def report(

@@ -1,6 +1,6 @@
-"""A report as one page that needs nothing else, no network and no scripts, and as JSON.
+"""A report as JSON, and as a self-contained page without network access or scripts.
 
-The page escapes everything: what stands in the data is inert in it.
+The page escapes everything, so the data cannot inject anything into it.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A report in a terminal, or as plain text of a terminal's width.
+"""A report in a terminal, or as plain text with a terminal's width.
 
-What stands in the data is inert: characters that steer a terminal are replaced by signs.
+The data cannot control the terminal: control characters are replaced by symbols.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ from rich.text import Text
 
 from finetune.cli.data_report import wording
 from finetune.cli.data_report.figures import Report
-from finetune.cli.data_report.row_text import FlatShard, shorten, visible
+from finetune.cli.data_report.row_text import TextSpan, shorten, visible
 from finetune.cli.data_report.wording import Line
 
 BAR = 30
 """Columns of the longest bar in a terminal."""
 TRAINED = "green"
 MARKS = (("«", "»"), ("⟦", "⟧"), ("⟪", "⟫"), ("❮", "❯"))
-"""What may stand around trained text where there are no colours; the first that the rows do not hold themselves."""
+"""Marks around trained text without colours; the first pair that does not occur in the rows is used."""
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -38,7 +38,7 @@ def print_report(report: Report, console: Console) -> None:
     _say(console, wording.speed(report))
     _say(console, "\nRows as the model sees them", "bold")
     _print_rows(console, report)
-    _say(console, "\nRows that are left out", "bold")
+    _say(console, "\nUnused rows", "bold")
     for entry in report.left_out:
         _say(console, f"{entry.source}: {entry.reason}")
     if len(report.left_out) < report.rows.rejected + report.rows.dropped:
@@ -86,7 +86,7 @@ def _print_rows(console: Console, report: Report) -> None:
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     opening, closing = ("", "") if coloured else marks(stretch.text for row in shown for stretch in row)
     explained = Text(f"{wording.how_chosen(report)}; trained tokens ").append(
-        f"{opening}are {'green' if coloured else 'marked so'}{closing}", TRAINED
+        f"{opening}are {'green' if coloured else 'marked like this'}{closing}", TRAINED
     )
     console.print(explained)
     for row, pieces in zip(report.examples, shown):
@@ -102,13 +102,13 @@ def _print_rows(console: Console, report: Report) -> None:
 
 
 def _fold(line: Text, width: int) -> Text:
-    """The line broken wherever it is full: between words, as rich does, no one could tell what is in the data."""
+    """The line broken at the full width: breaking between words, as rich does, would hide what is in the data."""
     line.expand_tabs(8)
     ends = accumulate(len(piece) for piece in chop_cells(line.plain, width))
     return Text("\n").join(line.divide(list(ends)[:-1]))
 
 
-def _style(stretch: FlatShard) -> str:
+def _style(stretch: TextSpan) -> str:
     """For a terminal."""
     return " ".join(
         (TRAINED if stretch.trained else "default", *["bold"] * stretch.special, *["dim"] * stretch.is_note)
@@ -116,6 +116,6 @@ def _style(stretch: FlatShard) -> str:
 
 
 def marks(texts: Iterable[str]) -> tuple[str, str]:
-    """An opening and a closing mark that no text holds, if one of ``MARKS`` is such."""
+    """An opening and a closing mark that do not occur in the texts, if one of ``MARKS`` does not."""
     used = set().union(*texts)
     return next((pair for pair in MARKS if not used & {*pair}), MARKS[-1])

@@ -1,6 +1,6 @@
-"""Rows of tokens as text for people: decoded stretch by stretch, shortened, and with nothing invisible in it.
+"""Rows of tokens as readable text: decoded span by span, shortened, and without invisible characters.
 
-Tokens are decoded together as far as they are alike, since one alone may be a piece of a character.
+Tokens of one kind are decoded together, since a single token may be part of a character.
 """
 
 import unicodedata
@@ -14,19 +14,19 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.encoding import Row
 
 _BIDIRECTIONAL = {*"\u061c\u200e\u200f", *map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))}
-"""Marks that turn the direction of what follows: with them a text can look like another one."""
+"""Characters that change the writing direction, so that a text can look like another one."""
 
 
 @dataclass(frozen=True)
-class FlatShard:
-    """Text of consecutive tokens that are alike."""
+class TextSpan:
+    """Text of consecutive tokens of the same kind."""
 
     text: str
     trained: bool
     special: bool
-    """Whether they are special tokens, and not just text that looks like them."""
+    """Whether they are special tokens, not just text that looks like them."""
     is_note: bool = False
-    """Whether the text is none of the row's, but says what was left out."""
+    """Whether the text is not from the row, but says what was omitted."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class ShownRow:
     tokens: int
     uncut_tokens: int
     trained_tokens: int
-    stretches: list[FlatShard]
+    stretches: list[TextSpan]
 
 
 def spread(lengths: np.ndarray, origins: np.ndarray, count: int) -> list[int]:
-    """Numbers of rows that are worth a look: as many of each source, from its shortest to its longest.
+    """Rows worth showing: equally many of each source, from its shortest to its longest.
 
     Args:
         lengths: tokens of each row, shape (rows,).
-        origins: number of each row's source, shape (rows,).
+        origins: source number of each row, shape (rows,).
     """
     by_source = [np.flatnonzero(origins == origin) for origin in np.unique(origins)]
     shares = [0] * len(by_source)
@@ -67,21 +67,21 @@ def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> ShownRow:
     return ShownRow(row.source, len(row.tokens), row.uncut_tokens, row.trained_tokens, stretches(row, tokenizer))
 
 
-def stretches(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[FlatShard]:
-    """All text of a row. The trained stretches together are the text of the trained tokens."""
+def stretches(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[TextSpan]:
+    """All text of a row. The trained spans together are the text of the trained tokens."""
     tokens = np.asarray(row.tokens).tolist()
     kinds = np.isin(tokens, [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]) * 2
     for first, end in row.spans:
         kinds[first:end] += 1
     edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(tokens)]
     return [
-        FlatShard(_decode(tokens, first, end, tokenizer), bool(kinds[first] & 1), bool(kinds[first] & 2))
+        TextSpan(_decode(tokens, first, end, tokenizer), bool(kinds[first] & 1), bool(kinds[first] & 2))
         for first, end in pairwise(edges)
     ]
 
 
 def _decode(tokens: list[int], first: int, end: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text that these tokens add to the one before them: alone, some tokenizers leave out the space before them."""
+    """Text that these tokens add to the one before them: some tokenizers drop the leading space of tokens alone."""
 
     def decode(first: int, end: int) -> str:
         return str(tokenizer.decode(tokens[first:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -91,21 +91,21 @@ def _decode(tokens: list[int], first: int, end: int, tokenizer: PreTrainedTokeni
     return whole[len(before) :] if whole.startswith(before) else decode(first, end)
 
 
-def shorten(row: Sequence[FlatShard], *, trained: int, untrained: int, most: int) -> list[FlatShard]:
-    """A row without its middle stretches, if they are many, and without the middle of long ones.
+def shorten(row: Sequence[TextSpan], *, trained: int, untrained: int, most: int) -> list[TextSpan]:
+    """A row without its middle spans, if there are many, and without the middle of long ones.
 
     Args:
-        trained, untrained: characters of a stretch, at most; notes on what is left out come in addition.
-        most: stretches, at most.
+        trained, untrained: most characters of a span; notes on omissions come on top.
+        most: most spans.
     """
     shown = list(row)
     if left_out := max(0, len(row) - most):
         first = (most + 1) // 2
-        shown[first : first + left_out] = [_note(f"\n[... {left_out:,} stretches ...]\n", trained=False)]
+        shown[first : first + left_out] = [_note(f"\n[... {left_out:,} spans ...]\n", trained=False)]
     return [piece for stretch in shown for piece in _shorten(stretch, trained if stretch.trained else untrained)]
 
 
-def _shorten(stretch: FlatShard, most: int) -> list[FlatShard]:
+def _shorten(stretch: TextSpan, most: int) -> list[TextSpan]:
     left_out, first = len(stretch.text) - most, (most + 1) // 2
     if left_out <= 0 or stretch.is_note:
         return [stretch]
@@ -114,12 +114,12 @@ def _shorten(stretch: FlatShard, most: int) -> list[FlatShard]:
     return [replace(stretch, text=head), note, replace(stretch, text=tail)]
 
 
-def _note(text: str, trained: bool) -> FlatShard:
-    return FlatShard(text, trained, special=False, is_note=True)
+def _note(text: str, trained: bool) -> TextSpan:
+    return TextSpan(text, trained, special=False, is_note=True)
 
 
 def visible(text: str) -> str:
-    """The text with a sign in place of each character that would steer a terminal, or could not be written."""
+    """The text with a symbol in place of each control character and each character that cannot be printed."""
     return text if text.isprintable() else "".join(map(_visible, text))
 
 

@@ -1,4 +1,4 @@
-"""What there is to say of a report, in words and tables that terminal and page share."""
+"""Words and tables of a report, shared by terminal and page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from finetune.units import spoken
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with lines of a label and a value, and a sentence below them."""
+    """A heading, lines of a label and a value, and a sentence below."""
 
     title: str
     facts: list[tuple[str, str]]
@@ -20,7 +20,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the histogram: a bin, or without a label what there is to say at its place."""
+    """A line of the histogram: a bin, or a remark without a label."""
 
     label: str | None
     text: str
@@ -29,9 +29,9 @@ class Line:
 
 
 def verdict(report: Report) -> str:
-    """What a run would make of these data, in a sentence."""
+    """Whether a run would accept these data, in a sentence."""
     if report.refusal is None:
-        return "A run would start with these data."
+        return "A run would accept these data."
     return f"A run would refuse these data: {report.refusal}"
 
 
@@ -45,33 +45,39 @@ def source_table(report: Report) -> tuple[list[str], list[list[str]]]:
     for source in report.sources:
         row = [visible(source.path), source.purpose, f"{source.rows:,}"]
         rows.append([*row, f"{source.weight:g}", f"{source.training_rows:,}"] if _is_weighted(report) else row)
-    return heads + (["weight", "an epoch"] if _is_weighted(report) else []), rows
+    return heads + (["weight", "per epoch"] if _is_weighted(report) else []), rows
 
 
 def sections(report: Report) -> list[Section]:
     """What is said between the sources and the histogram."""
     rows, tokens, lengths = report.rows, report.tokens, report.lengths
-    shared = f"; {rows.shared_with_held_out:,} of them stand among the training rows too"
+    shared = f"; {rows.shared_with_held_out:,} of them also appear in the training rows"
     of_rows = [
         ("formats", ", ".join(f"{name} {records:,}" for name, records in report.formats.items())),
         ("training rows", f"{rows.training:,}"),
         ("held-out rows", f"{rows.held_out:,}{shared if rows.shared_with_held_out else ''}"),
         ("rejected", f"{rows.rejected:,}"),
-        ("dropped", f"{rows.dropped:,}" + (", no trained token is left of them at max_length" if rows.dropped else "")),
+        (
+            "dropped",
+            f"{rows.dropped:,}" + (", because truncation at max_length left no trained token" if rows.dropped else ""),
+        ),
         ("truncated", f"{rows.truncated:,}" + (f", by {rows.tokens_cut:,} tokens" if rows.truncated else "")),
-        ("duplicates", f"{rows.duplicates:,}" + (" with the tokens of an earlier row" if rows.duplicates else "")),
+        ("duplicates", f"{rows.duplicates:,}" + (" with the same tokens as an earlier row" if rows.duplicates else "")),
     ]
     of_tokens = [
         ("tokens", f"{tokens.total:,}"),
         ("trained", f"{tokens.trained:,} ({tokens.trained / tokens.total:.1%})"),
-        ("of an epoch", f"{tokens.per_epoch:,}, {tokens.trained_per_epoch:,} of them trained"),
+        ("per epoch", f"{tokens.per_epoch:,}, {tokens.trained_per_epoch:,} of them trained"),
         ("row length", f"median {lengths.median:,}, mean {lengths.mean:,.1f}"),
-        ("", f"90% of the rows up to {lengths.percentile_90:,}, 99% up to {lengths.percentile_99:,}"),
+        ("", f"90th percentile {lengths.percentile_90:,}, 99th percentile {lengths.percentile_99:,}"),
         ("", f"shortest {lengths.shortest:,}, longest {lengths.longest:,}"),
     ]
     if _is_weighted(report):
-        of_rows.insert(2, ("of an epoch", f"{rows.per_epoch:,}"))
-    return [Section("Rows", of_rows), Section("Tokens", of_tokens, "Training rows by their tokens, before any cut:")]
+        of_rows.insert(2, ("per epoch", f"{rows.per_epoch:,}"))
+    return [
+        Section("Rows", of_rows),
+        Section("Tokens", of_tokens, "Training rows by length in tokens, before truncation:"),
+    ]
 
 
 def histogram_lines(bins: Sequence[Bin], max_length: int) -> list[Line]:
@@ -79,30 +85,30 @@ def histogram_lines(bins: Sequence[Bin], max_length: int) -> list[Line]:
     lines = []
     for previous, each in zip([0, *(each.first for each in bins)], bins):
         if previous <= max_length < each.first:
-            lines.append(Line(None, f"max_length {max_length:,}: longer rows are cut"))
+            lines.append(Line(None, f"max_length {max_length:,}: longer rows are truncated"))
         label = f"{each.first:,}" if each.first == each.last else f"{each.first:,}-{each.last:,}"
         lines.append(Line(label, f"{each.rows:,}", each.rows / most))
     if bins[-1].first <= max_length:
-        lines.append(Line(None, f"max_length {max_length:,}: no row is cut"))
+        lines.append(Line(None, f"max_length {max_length:,}: no row is truncated"))
     return lines
 
 
 def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Column heads and rows: what the model computes without packing and with it."""
+    """Column heads and rows: what the model computes without and with packing."""
     both = (report.unpacked, report.packed)
-    heads = ["", "a row each", "packed"]
+    heads = ["", "one per row", "packed"]
     heads[2 if report.packing else 1] += " (chosen)"
-    at_a_time = f"{'up to ' if report.micro_batch_is_open else ''}{report.micro_batch_size} rows at a time"
+    micro_batch = f"micro-batch of {'up to ' if report.micro_batch_is_open else ''}{report.micro_batch_size}"
     rows = [
-        ["rows of the input, an epoch", *(f"{each.rows_per_epoch:,}" for each in both)],
-        [f"fill of a row of {report.max_length:,}", *(f"{each.room_used:.1%}" for each in both)],
-        ["positions to compute, an epoch", *(f"{each.positions_per_epoch:,}" for each in both)],
-        [f"of these padding, {at_a_time}", *(f"{each.padding:.1%}" for each in both)],
-        [f"steps of {report.global_batch_size} rows, an epoch", *(f"{each.steps_per_epoch:,.1f}" for each in both)],
+        ["input rows per epoch", *(f"{each.rows_per_epoch:,}" for each in both)],
+        [f"fill of rows of {report.max_length:,} tokens", *(f"{each.room_used:.1%}" for each in both)],
+        ["positions to compute per epoch", *(f"{each.positions_per_epoch:,}" for each in both)],
+        [f"padding among these, {micro_batch}", *(f"{each.padding:.1%}" for each in both)],
+        [f"steps of {report.global_batch_size} rows per epoch", *(f"{each.steps_per_epoch:,.1f}" for each in both)],
         ["steps of the run", *(f"{each.steps:,}" for each in both)],
-        ["trained tokens, a step", *(f"{each.trained_tokens_per_step:,.0f}" for each in both)],
+        ["trained tokens per step", *(f"{each.trained_tokens_per_step:,.0f}" for each in both)],
         [
-            "time of an epoch",
+            "time per epoch",
             *("?" if each.seconds_per_epoch is None else spoken(each.seconds_per_epoch) for each in both),
         ],
     ]
@@ -110,27 +116,27 @@ def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def speed(report: Report) -> str:
-    """Where the time comes from, or how to get it."""
+    """Source of the time, or how to get one."""
     if report.tokens_per_second is None:
         return (
-            "For the time, give the positions that all processes compute in a second, with --tokens-per-second N, or "
-            "train a few steps with this train.output_dir: its metrics.jsonl tells."
+            "For a time, give the positions per second of all processes with --tokens-per-second N, or train a few "
+            "steps with this train.output_dir, whose metrics.jsonl has the speed."
         )
-    return f"Time at {report.tokens_per_second:,.0f} positions a second, {report.speed_from}."
+    return f"Time at {report.tokens_per_second:,.0f} positions per second, {report.speed_from}."
 
 
 def how_chosen(report: Report) -> str:
     several = len({source.path for source in report.sources if source.purpose == "training"}) > 1
-    whole = "of the training rows, from the shortest to the longest"
+    whole = "training rows, from the shortest to the longest"
     return f"{len(report.examples):,} {whole}{' of each source' if several else ''}"
 
 
 def left_out_line(report: Report) -> str:
     rejected, dropped = report.rows.rejected, report.rows.dropped
     if not rejected + dropped:
-        return "None: every row of the data is used."
+        return "None: every row is used."
     files = " and ".join(report.left_out_files)
-    return f"{rejected + dropped:,} in all, {rejected:,} rejected and {dropped:,} dropped; with their text in {files}"
+    return f"{rejected + dropped:,} in total: {rejected:,} rejected and {dropped:,} dropped; see {files} for their text"
 
 
 def title(row: ShownRow) -> str:
