@@ -155,8 +155,8 @@ def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloade
     fastest = max(fitting, key=lambda row: row.time.tokens_per_second)
     assert fastest.time.tokens_per_second > 1.2 * speed  # there is something to be said
     assert speed == max(row.time.tokens_per_second for row in counted)
-    assert re.search(r"is the fastest of (\d+) ways that fit without offloading", reason)[1] == str(len(counted))
-    assert f"{fastest.name} is predicted at {fastest.time.tokens_per_second / speed:.0%} of that speed" in reason
+    assert re.search(r"is the fastest of (\d+) options that fit without offloading", reason)[1] == str(len(counted))
+    assert f"{fastest.name} is predicted to reach {fastest.time.tokens_per_second / speed:.0%} of that speed" in reason
 
 
 @pytest.mark.parametrize("forgets", ["bisection", "verdict"])

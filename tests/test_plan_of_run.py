@@ -58,7 +58,7 @@ def test_what_is_given_stays_as_it_is_even_where_it_does_not_fit():
     plan = planned("1x24GB", LORA, micro_batch_size=8, activation_checkpointing=False)
     assert (plan.setting.micro_batch_size, plan.setting.activation_checkpointing) == (8, False)
     [problem] = plan.problems()
-    assert "This run would take" in problem
+    assert "This run would need" in problem
     assert "To fit, set " in problem
     assert "plan_check off" in problem
 
@@ -159,7 +159,7 @@ def test_run_that_cannot_fit_is_refused_before_weights_load_and_starts_without_t
 ):
     monkeypatch.setattr(distributed, "machines_of", lambda strategy: tiny_gpu(0.01))
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1)
-    with mock.patch.object(loading, "load_model") as load, pytest.raises(InputError, match="This run would take"):
+    with mock.patch.object(loading, "load_model") as load, pytest.raises(InputError, match="This run would need"):
         sft.main(config)
     assert not load.called
     assert not (tmp_path / "run").exists()

@@ -417,7 +417,7 @@ def test_a_config_of_the_hub_is_read_from_its_cache_without_a_connection(
         ("./nowhere", "There is no file or folder ./nowhere"),
         ("/no/such/config.json", "There is no file or folder /no/such/config.json"),
         ("llama", "There is no file or folder llama"),
-        ("owner/model name", "owner/model name is neither a folder here nor an id on the hub"),
+        ("owner/model name", "owner/model name is neither a local folder nor a hub id"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_in_a_sentence(path: str, sentence: str):
@@ -427,11 +427,11 @@ def test_a_path_that_leads_nowhere_is_told_in_a_sentence(path: str, sentence: st
 
 def test_a_hub_that_cannot_be_reached_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="owner/name is not in the cache, and HF_HUB_OFFLINE keeps it"):
+    with pytest.raises(InputError, match="owner/name is not in the cache, and HF_HUB_OFFLINE prevents"):
         read_config("owner/name", "v1")
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("{", "cannot be read"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize(("text", "sentence"), [("{", "cannot be read"), ("[]", "is not a JSON object")])
 def test_a_file_that_is_no_configuration_is_told_in_a_sentence(tmp_path: Path, text: str, sentence: str):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=sentence):

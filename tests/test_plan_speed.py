@@ -223,5 +223,5 @@ def test_contradictions_are_refused_in_sentences_all_at_once():
     assert refused.value.problems == [
         "The setting has 4 processes and 8xT4 has 8 GPUs; give one process to each.",
         "Documents of 4096 tokens do not lie in rows of 2048; give a mean between 1 and 2048.",
-        "T4 does not multiply in bf16; launch with --mixed_precision fp16.",
+        "T4 does not support bf16; launch with --mixed_precision fp16.",
     ]

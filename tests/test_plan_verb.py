@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_shown_when_asked_for(model: str, capsys: pytest.Ca
 def test_exit_code_is_1_and_the_nearest_is_named_where_nothing_fits(model: str, capsys: pytest.CaptureFixture[str]):
     assert run("--model", model, "--gpus", "1x24GB", "--method", "full", "--strategy", "single") == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "The nearest that does is " in text
+    assert "The nearest option that fits is " in text
     assert "adapter.type to lora" in text
     assert "accelerate launch" not in text
 
@@ -218,27 +218,27 @@ def test_card_without_bf16_trains_in_fp16(model: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--gpus 0xH100", "is no GPU at all"),
-        ("--gpus 8xH1000", "names no GPU that is known"),
+        ("--gpus 0xH100", "means no GPUs"),
+        ("--gpus 8xH1000", "unknown GPU"),
         (
             "--gpus 1xH200 --row-tokens 200000 --data.streaming true",
             "the model has 131,072 positions; set data.max_length to 131072 or less",
         ),
         ("--gpus 8xH100 --global-batch-size 12", "set it to 8 or 16"),
         ("--gpus 2xH100 --train.micro_batch_size 3", "does not divide into micro-batches of 3 rows on 2 processes"),
-        ("--gpus 8xH100 --strategy mine.yaml", "is no strategy file of ours; take one of single, ddp"),
+        ("--gpus 8xH100 --strategy mine.yaml", "unknown strategy mine.yaml; use one of single, ddp"),
         ("--gpus 8xH100 --strategy zero4", "did you mean zero"),
         ("--gpus 8xH100 --strategy nowhere/ddp.yaml", "there is no file nowhere/ddp.yaml"),
         ("--gpus 8xH100 --strategy single", "single is for one GPU"),
         ("--gpus 6xH100 --global-batch-size 18 --strategy fsdp2 --method lora_8bit", "cannot shard the 8-bit layers"),
-        ("--gpus 8xH100 --train.optimizer adafactor --strategy fsdp2", "Adafactor needs the rows and columns"),
+        ("--gpus 8xH100 --train.optimizer adafactor --strategy fsdp2", "Adafactor needs whole matrices"),
         ("--gpus 1xT4 --train.weights bf16", "computes in bf16"),
-        ("--gpus 1xT4 --mixed-precision bf16", "T4 does not multiply in bf16"),
-        ("--gpus 1xH100 --trane.epochs 3", "is no flag of this recipe"),
-        ("--gpus 1xH100 --tokens 0", "--tokens 0: give a number above 0"),
+        ("--gpus 1xT4 --mixed-precision bf16", "T4 does not support bf16"),
+        ("--gpus 1xH100 --trane.epochs 3", "Unknown flag --trane.epochs"),
+        ("--gpus 1xH100 --tokens 0", "--tokens 0: must be above 0"),
         ("--gpus 1xH100 --document-tokens 4000", "do not lie in rows of 2048 tokens"),
         ("--gpus 1xH100 --plot picture.txt", "must end in .png, .svg or .pdf"),
-        ("--gpus 1xH100 --tensor 2", "are for --paper"),
+        ("--gpus 1xH100 --tensor 2", "need --paper"),
         ("--gpus 1xH100 --adapter.targets [nothing] --method lora", "no linear layer nothing"),
         ("--gpus 4x24GB --paper", "only the memory is known"),
     ],
@@ -275,7 +275,7 @@ def test_without_a_model_or_gpus_it_says_what_to_give(
     assert "give --config FILE, or --model" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
     assert run("--model", model) == 2
-    assert "say which are meant, --gpus" in capsys.readouterr().err
+    assert "name the GPUs, for example --gpus" in capsys.readouterr().err
     assert run("--model", model, "--gpus", "1xH100", "--probe") == 2
 
 
@@ -289,7 +289,7 @@ def test_strategy_file_is_ours_until_it_asks_for_something_else(
     assert {row["strategy"] for row in answer(capsys, *asked)["rows"]} == {"fsdp2"}
     file.write_text(yaml.safe_dump(ours | {"fsdp_config": {"fsdp_version": 1}}))
     assert run(*asked) == 2
-    assert "it differs in fsdp_config" in capsys.readouterr().err
+    assert "differs from our fsdp2.yaml in fsdp_config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["memory.png", "memory.svg"])

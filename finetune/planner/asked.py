@@ -1,4 +1,4 @@
-"""From what a user writes to a question: a configuration of the recipe or a model, machines, and options."""
+"""From the command line to a question: a recipe configuration or a model, machines, and options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         arguments: ``--config FILE`` and flags of the recipe.
 
     Raises:
-        InputError: for what can be put right, with a sentence for each thing that is wrong.
+        InputError: for wrong input, with a sentence per problem.
         SystemExit: after ``--print_config``.
     """
     read = _read(arguments, options)
@@ -108,7 +108,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
     if not batch_is_given and config_file(arguments) is None and batch % machines.world_size:
         batch = -(-batch // machines.world_size) * machines.world_size
         flags["train.global_batch_size"] = str(batch)
-        notes.append(f"A step is taken to have {batch} rows, which {machines.world_size} GPUs can share.")
+        notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
     methods = _methods(read, options, shape, is_open=config_file(arguments) is None)
     refuse_if_any(_contradictions(shape, read, options, batch))
     for method in methods:
@@ -119,7 +119,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
             f"Rows are taken to have {shape.positions:,} tokens, the model's positions: a run would refuse longer ones."
         )
     if shape.not_counted:
-        notes.append(f"Of the model, {', '.join(shape.not_counted)} is not counted.")
+        notes.append(f"Not counted: the model's {', '.join(shape.not_counted)}.")
     notes += _on_weights(cfg.model)
     here = options.gpus is None
     host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
@@ -144,7 +144,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
 
 
 def _on_weights(model: sections.Model) -> list[str]:
-    """What a run would say of the weights in a model's folder. A plan needs none."""
+    """What a run would report on the weights in a model folder. A plan needs no weights."""
     if model.random_weights or not Path(model.path).is_dir():
         return []
     try:
@@ -160,14 +160,16 @@ def setting_alone(arguments: Sequence[str], options: Options) -> tuple[dict[str,
     None for a model that they know.
 
     Raises:
-        InputError: see ``asked``; and if it is not told which strategy is meant.
+        InputError: see ``asked``; and without a strategy for several GPUs.
     """
     read = _read(arguments, options)
     model_config = read_config(read.cfg.model.path, read.cfg.model.revision)
     if model_config.get("model_type") in {*FAMILIES, *NESTED}:
         return None
     if options.strategy is None and read.machines.world_size > 1:
-        raise InputError("The formulas do not know this model, so that nothing is compared; name one with --strategy.")
+        raise InputError(
+            "There are no formulas for this model, so strategies cannot be compared; choose one with --strategy."
+        )
     micro_batch_size = read.micro_batch_size or 1
     unit = micro_batch_size * read.machines.world_size
     method = METHODS[options.method] if options.method not in (None, "all") else read.method
@@ -203,7 +205,7 @@ def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ..
         return options.mixed_precision, ()
     if precision_problem(machines.gpu, "bf16") is None:
         return "bf16", ()
-    return "fp16", (f"{machines.gpu.name} does not multiply in bf16; fp16 is taken in its place.",)
+    return "fp16", (f"{machines.gpu.name} does not support bf16; fp16 is used instead.",)
 
 
 def _contradictions(shape: ModelShape, read: _Read, options: Options, batch: int) -> list[str]:
@@ -213,7 +215,8 @@ def _contradictions(shape: ModelShape, read: _Read, options: Options, batch: int
         found += position_problems(row_tokens, shape.positions)
     if options.document_tokens is not None and options.document_tokens > row_tokens:
         found.append(
-            f"--document-tokens {options.document_tokens:g}: documents do not lie in rows of {row_tokens} tokens; give "
+            f"--document-tokens {options.document_tokens:g}: documents do not fit into rows of {row_tokens} "
+            "tokens; give "
             f"at most {row_tokens}."
         )
     micro_batch_size = read.micro_batch_size or 1

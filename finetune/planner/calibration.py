@@ -106,8 +106,8 @@ def probe_settings(shape: ModelShape, setting: Setting, memory_bytes: float) -> 
             break
     if long.row_tokens < LEAST_ROW_TOKENS:
         raise InputError(
-            f"Not even rows of {LEAST_ROW_TOKENS} tokens leave this GPU room by the prediction, so that there is "
-            "nothing to probe; take a smaller model, or --method qlora."
+            f"By the prediction, not even rows of {LEAST_ROW_TOKENS} tokens fit this GPU, so there is "
+            "nothing to probe; use a smaller model, or --method qlora."
         )
     return replace(long, row_tokens=long.row_tokens // 2), long
 

@@ -1,4 +1,4 @@
-"""The answer to a question: every row in order, and the one to take."""
+"""The answer to a question: all rows in order, and the recommended one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _offloads(row: Row) -> bool:
 
 
 def reason(best: Row, rows: Sequence[Row]) -> str:
-    """Why a row is recommended, what offloading promises beyond it, and how every weight can be trained."""
+    """Why a row is recommended, what offloading could gain, and how to train every weight."""
     alike = [row for row in rows if row.verdict == best.verdict]
     fitting = [row for row in alike if _offloads(row) == _offloads(best)]
     apart = "" if len(fitting) == len(alike) else " without offloading"
@@ -99,28 +99,28 @@ def reason(best: Row, rows: Sequence[Row]) -> str:
     if best.verdict == "tight":
         worst = best.worst
         text = (
-            f"Nothing leaves a tenth of the memory free; {best.name} is the fastest of what may just fit{apart}: it "
-            f"takes {worst.share or 0:.0%} of the {worst.what}."
+            f"No option leaves a tenth of the memory free; {best.name} is the fastest that may just fit{apart}: it "
+            f"needs {worst.share or 0:.0%} of the {worst.what}."
         )
     elif len(rows) == 1:
         text = f"{name} fits: it {needed}."
     elif len(fitting) == 1:
-        text = f"{name} is the only way that fits{apart}: it {needed}."
+        text = f"{name} is the only option that fits{apart}: it {needed}."
     else:
-        text = f"{name} is the fastest of {len(fitting)} ways that fit{apart}, and {needed}."
+        text = f"{name} is the fastest of {len(fitting)} options that fit{apart}, and {needed}."
     if _offloads(best) and best.host.there is None:
-        text += f" A machine must have {best.host.bytes / GIB:.0f} GiB of host memory for it (--host-memory)."
+        text += f" It needs {best.host.bytes / GIB:.0f} GiB of host memory per machine (see --host-memory)."
     fastest = max(alike, key=lambda row: row.time.tokens_per_second)
     speed = fastest.time.tokens_per_second / best.time.tokens_per_second
     if speed > 1 + SAME_SPEED:
         text += (
-            f" {_sentence_start(fastest)} is predicted at {speed:.0%} of that speed, provided that every transfer "
+            f" {_sentence_start(fastest)} is predicted to reach {speed:.0%} of that speed if every transfer "
             "overlaps with computation."
         )
     whole = [row for row in fitting if row.setting.adapter == "none" and not _offloads(row)]
     if best.setting.adapter != "none" and whole:
         speed = whole[0].time.tokens_per_second / best.time.tokens_per_second
-        text += f" To train every weight, take {whole[0].setting.strategy}: {speed:.0%} of that speed (--method full)."
+        text += f" To train every weight, use {whole[0].setting.strategy}: {speed:.0%} of that speed (--method full)."
     return text
 
 

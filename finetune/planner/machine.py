@@ -1,4 +1,4 @@
-"""The machine that the planner runs on: its GPUs, its memory, and the room on its disk."""
+"""The machine that the planner runs on: its GPUs, memory and free disk space."""
 
 import os
 import shutil
@@ -9,19 +9,19 @@ from finetune.hardware.cards import Gpu, Machines, lookup
 
 
 def gpus_here() -> Machines:
-    """The GPUs of this machine; of several kinds, as many of the smallest.
+    """The GPUs of this machine; if they differ, all count as the smallest.
 
     Raises:
         InputError: if there are none.
     """
     if shutil.which("nvidia-smi") is None:
-        raise InputError(
-            "This machine has no GPU that could be asked; say which are meant, --gpus 8x80GB or 1xH200 say."
-        )
-    import torch  # takes seconds, and is needed where nobody said which GPUs are meant
+        raise InputError("No GPU found on this machine; name the GPUs, for example --gpus 8x80GB or --gpus 1xH200.")
+    import torch  # takes seconds, and is only needed without --gpus
 
     if not torch.cuda.is_available():
-        raise InputError("PyTorch sees no GPU on this machine; say which are meant, --gpus 8x80GB or 1xH200 say.")
+        raise InputError(
+            "PyTorch finds no GPU on this machine; name the GPUs, for example --gpus 8x80GB or --gpus 1xH200."
+        )
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -35,7 +35,7 @@ def host_memory_here() -> int:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free where a folder is, or will be made."""
+    """Free bytes on the disk of a folder that exists or will be created."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent

@@ -17,7 +17,7 @@ def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
         revision: branch, tag or commit on the hub.
 
     Raises:
-        InputError: if there is none, it cannot be had, or it is not a JSON object.
+        InputError: if there is none, if it cannot be downloaded, or if it is not a JSON object.
     """
     file = _file(path, revision)
     try:
@@ -25,7 +25,7 @@ def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read ({first_line(error)}); give a model's config.json.") from error
     if not isinstance(config, dict):
-        raise InputError(f"{file} holds no JSON object; give a model's config.json.")
+        raise InputError(f"{file} is not a JSON object; give a model's config.json.")
     return config
 
 
@@ -39,8 +39,7 @@ def _file(path: str, revision: str | None) -> Path:
         return file
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise InputError(
-            f"There is no file or folder {path}; give a model's folder, its config.json, or its id on the hub "
-            "(owner/name)."
+            f"There is no file or folder {path}; give a model folder, its config.json, or a hub id (owner/name)."
         )
     return _download(path, revision)
 
@@ -54,6 +53,6 @@ def _download(model_id: str, revision: str | None) -> Path:
     except (OSError, ValueError, errors.EntryNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise InputError(
-            f"{model_id}{at} is no folder here, and its config.json cannot be had from the hub "
+            f"{model_id}{at} is not a local folder, and its config.json cannot be downloaded from the hub "
             f"({first_line(error)}); check the name and the connection, or give the path of a config.json."
         ) from error

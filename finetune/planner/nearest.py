@@ -1,4 +1,4 @@
-"""The nearest configuration that fits, for one that does not: the fewest and mildest changes that suffice."""
+"""The nearest configuration that fits: the fewest and mildest changes to one that does not fit."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

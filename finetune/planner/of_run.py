@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start: what it will take, what is left to it to choose, and how it turned out."""
+"""The plan of a starting run: what it needs, the settings left to the planner, and a comparison at the end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class RunPlan:
             return [
                 self._parts(),
                 f"plan: {micro_batch}",
-                f"plan: {checkpoint}; finetune plan tells which GPUs it fits",
+                f"plan: {checkpoint}; run finetune plan to see which GPUs it fits",
             ]
         need, time = self.row.gpu, self.row.time
         assert need.there is not None
@@ -62,7 +62,8 @@ class RunPlan:
         speed = "" if time.stand_in else f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.0%}; "
         return [
             self._parts(),
-            f"plan: {size_text(need.bytes)} with CUDA's own and fragmentation, of {size_text(need.there)} on each GPU "
+            f"plan: {size_text(need.bytes)} with CUDA context and fragmentation, of {size_text(need.there)} on "
+            "each GPU "
             f"({self.machines.text}): {self.row.verdict}",
             f"plan: {speed}{micro_batch}; {checkpoint}",
         ]
@@ -79,8 +80,8 @@ class RunPlan:
     def problems(self) -> list[str]:
         """Why the run cannot fit, with the nearest one that does, as a sentence.
 
-        What counts is the peak alone: what is needed beside it is assumed, and the rehearsal before the first step
-        finds out.
+        Only the peak counts: what is needed beside it is an estimate, which the memory check before the first step
+        verifies.
         """
         if self.row is None or self.machines is None:
             return []
@@ -91,11 +92,11 @@ class RunPlan:
         nearest = nearest_that_fits(
             self.shape, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
         )
-        what = f"To fit, {nearest.text}." if nearest else "Nothing that could be changed makes it fit."
+        what = f"To fit, {nearest.text}." if nearest else "No change of the settings makes it fit."
         return [
-            f"This run would take {size_text(self.memory.peak)} at its peak on each GPU, which has "
+            f"This run would need {size_text(self.memory.peak)} at its peak on each GPU, which has "
             f"{size_text(need.there)}. {what} "
-            "(--train.plan_check off starts it all the same.)"
+            "(Use --train.plan_check off to start it anyway.)"
         ]
 
     def record(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class RunPlan:
         return predicted
 
     def compare(self, *, peak_memory_gib: float | None, tokens_per_second: float | None) -> list[str]:
-        """Predicted beside measured, as lines; what was not measured is left out."""
+        """Predicted and measured values, as lines; values that were not measured are left out."""
         predicted, lines = self.record(), []
         if peak_memory_gib:
             gib = predicted["peak_memory_gib"]
@@ -185,7 +186,7 @@ def _not_covered(shape: ModelShape, setting: Setting) -> list[str]:
     """What of a run the formulas leave out, as sentences."""
     found = []
     if setting.strategy not in STRATEGIES:
-        found.append(f"The planner does not know {setting.strategy}, only {', '.join(STRATEGIES)}.")
+        found.append(f"The planner does not support {setting.strategy}, only {', '.join(STRATEGIES)}.")
     if shape.not_counted:
         found.append(f"The planner does not count the model's {', '.join(shape.not_counted)}.")
     counted = sum(weight.elements for weight in inventory.of_model(shape, setting) if weight.trained)

@@ -1,4 +1,4 @@
-"""A picture of a GPU's memory over one optimizer step, drawn by matplotlib."""
+"""A plot of a GPU's memory over one optimizer step, by matplotlib."""
 
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +29,7 @@ def draw(row: Row, file: Path, *, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "--plot draws with matplotlib, which is not installed: pip install 'finetune[notebooks]'."
+            "--plot needs matplotlib, which is not installed; install it with: pip install 'finetune[notebooks]'."
         ) from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,10 +49,10 @@ def draw(row: Row, file: Path, *, title: str) -> None:
         last = part[-1]
     there = (row.gpu.there or 0) / GIB
     axes.axhline(there, color="black", linewidth=1)
-    axes.annotate(f"the GPU: {there:.1f} GiB", (0, there), (4, 3), textcoords="offset points", fontsize=9)
+    axes.annotate(f"GPU memory: {there:.1f} GiB", (0, there), (4, 3), textcoords="offset points", fontsize=9)
     axes.axhline(row.memory.peak / GIB, color="black", linewidth=0.8, linestyle=":")
     axes.annotate(
-        f"peak: {row.memory.peak / GIB:.1f} GiB, {row.gpu.bytes / GIB:.1f} with what lies outside of the allocator",
+        f"peak: {row.memory.peak / GIB:.1f} GiB, {row.gpu.bytes / GIB:.1f} with memory outside the allocator",
         (0, row.memory.peak / GIB),
         (4, 3),
         textcoords="offset points",
@@ -60,11 +60,11 @@ def draw(row: Row, file: Path, *, title: str) -> None:
     )
     axes.set(xlim=(0, len(places) - 1), xticks=[], ylabel="GiB", title=title)
     axes.set_ylim(0, 1.1 * max(there, row.memory.peak / GIB))
-    axes.set_xlabel("one optimizer step, allocation by allocation, layers in the middle as one (predicted)")
+    axes.set_xlabel("one optimizer step, by allocation, middle layers merged into one (predicted)")
     handles, names = axes.get_legend_handles_labels()
     once = dict(zip(names, handles, strict=True))
     figure.legend(once.values(), once.keys(), loc="outside right upper")
     try:
         figure.savefig(file)
     except OSError as error:
-        raise InputError(f"--plot {file}: it cannot be written ({error.strerror}); name another file.") from error
+        raise InputError(f"--plot {file}: cannot be written ({error.strerror}); choose another file.") from error

@@ -112,11 +112,11 @@ def gib(size: float) -> str:
 def _needs_legend(question: Question) -> str:
     gib_of_gpu = question.machines.gpu.memory_gib
     text = (
-        f"needed: the peak, fragmentation, CUDA's context and NCCL's buffers; fits: up to {COMFORTABLE:.0%} of "
-        f"{gib_of_gpu:.1f} GiB. host: GiB of a machine's memory"
+        f"needed: peak, fragmentation, CUDA context and NCCL buffers; fits: up to {COMFORTABLE:.0%} of "
+        f"{gib_of_gpu:.1f} GiB. host: GiB of memory per machine"
     )
     text += f", of {gib(question.host_bytes)}" if question.host_bytes is not None else ""
-    return text + "; disk: GiB of a checkpoint."
+    return text + "; disk: GiB per checkpoint."
 
 
 def _print_advice(console: Console, plan: Plan) -> None:
@@ -128,7 +128,7 @@ def _print_advice(console: Console, plan: Plan) -> None:
     elif plan.nearest is not None:
         _say(
             console,
-            f"Nothing of this fits. The nearest that does is {plan.nearest.row.name}: {plan.nearest.text}.",
+            f"Nothing fits. The nearest option that fits is {plan.nearest.row.name}: {plan.nearest.text}.",
             "bold",
         )
     else:
@@ -136,9 +136,9 @@ def _print_advice(console: Console, plan: Plan) -> None:
         worst = least.worst
         _say(
             console,
-            f"Nothing of this fits, nor does anything near it: {least.name} needs "
-            f"{gib(worst.bytes)} of {gib(worst.there or 0)} GiB of {worst.what}. Take more or larger GPUs, a smaller "
-            "model, or look at --paper.",
+            f"Nothing fits, and no similar option does: {least.name} needs {gib(worst.bytes)} GiB of {worst.what}, but "
+            f"there are {gib(worst.there or 0)} GiB. Use more or larger GPUs, a smaller "
+            "model, or try --paper.",
             "bold",
         )
 
@@ -146,10 +146,10 @@ def _print_advice(console: Console, plan: Plan) -> None:
 def _notes(plan: Plan) -> list[str]:
     stand_in = plan.stand_in
     if stand_in is None:
-        return ["Predicted from formulas and data sheets, not measured; speeds are the rougher part."]
+        return ["Predicted from formulas and data sheets, not measured; speeds are rougher than memory."]
     return [
-        "Predicted from formulas, not measured. The speed of a card of "
-        f"{plan.question.machines.gpu.name} is not known; ways to train are compared as on {stand_in}."
+        "Predicted from formulas, not measured. The speed of "
+        f"{plan.question.machines.gpu.name} is unknown; options are compared at the speed of {stand_in}."
     ]
 
 

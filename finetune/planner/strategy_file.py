@@ -1,4 +1,4 @@
-"""Which strategy a user's word or file means. A file counts as ours if it asks for what ours of that name does."""
+"""The strategy meant by a name or a file. A file counts as ours if it requests the same as ours of that name."""
 
 import difflib
 from pathlib import Path
@@ -20,14 +20,14 @@ OF_A_LAUNCH = (
     "num_processes",
     "same_network",
 )
-"""Keys of a file that say where and how precisely it runs, and not which strategy it is."""
+"""Keys that set machines and precision, not the strategy."""
 
 
 def strategy_named(name_or_file: str) -> str:
     """The name of a strategy, from its name or a file of ``accelerate_configs``.
 
     Raises:
-        InputError: if it is none of ours, or a file that was changed in what decides on memory and time.
+        InputError: if it is not ours, or was changed in a key that affects memory or time.
     """
     if name_or_file in STRATEGIES:
         return name_or_file
@@ -35,15 +35,16 @@ def strategy_named(name_or_file: str) -> str:
     if path.suffix not in (".yaml", ".yml") or path.stem not in STRATEGIES:
         close = difflib.get_close_matches(path.stem, STRATEGIES, n=1, cutoff=0.75)
         meant = f"did you mean {close[0]}? Otherwise " if close else ""
-        raise InputError(f"--strategy: {name_or_file} is no strategy file of ours; {meant}take one of {_all()}.")
+        raise InputError(f"--strategy: unknown strategy {name_or_file}; {meant}use one of {_all()}.")
     if not path.is_file():
-        raise InputError(f"--strategy: there is no file {name_or_file}; give a name alone, {path.stem} say.")
+        raise InputError(f"--strategy: there is no file {name_or_file}; give only the name, for example {path.stem}.")
     ours = _contents(shipped_files() / "accelerate_configs" / f"{path.stem}.yaml")
     theirs = _contents(path)
     if differing := sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
         raise InputError(
-            f"--strategy: {name_or_file} is not our {path.stem}.yaml: it differs in {', '.join(differing)}, for which "
-            f"there are no formulas; plan with one of ours: {_all()}."
+            f"--strategy: {name_or_file} differs from our {path.stem}.yaml in {', '.join(differing)}, for which "
+            "there are "
+            f"no formulas; use one of {_all()}."
         )
     return path.stem
 
@@ -58,5 +59,5 @@ def _contents(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"--strategy: {path} cannot be read as YAML; give a file of accelerate_configs/.") from error
     if not isinstance(values, dict):
-        raise InputError(f"--strategy: {path} holds no keys; give a file of accelerate_configs/.")
+        raise InputError(f"--strategy: {path} has no keys; give a file of accelerate_configs/.")
     return {key: value for key, value in values.items() if key not in OF_A_LAUNCH}

@@ -1,4 +1,4 @@
-"""What a user wrote after ``finetune plan``: its own options, and the flags of the recipe that they stand for."""
+"""The command line of ``finetune plan``: its own options, and the recipe flags they correspond to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from finetune.errors import InputError
 
 @dataclass(frozen=True)
 class Options:
-    """The verb's own options; None where one is not given."""
+    """The verb's own options; None if not given."""
 
     gpus: str | None = None
     model: str | None = None
@@ -24,11 +24,11 @@ class Options:
     host_memory: float | None = None
     """GiB of one machine."""
     disk: float | None = None
-    """GiB that are free for checkpoints."""
+    """GiB of disk space for checkpoints."""
 
 
 def problems(options: Options) -> list[str]:
-    """Numbers that mean nothing, each in a sentence."""
+    """Invalid numbers, as sentences."""
     numbers = {
         "--row-tokens": options.row_tokens,
         "--global-batch-size": options.global_batch_size,
@@ -38,7 +38,7 @@ def problems(options: Options) -> list[str]:
         "--disk": options.disk,
     }
     return [
-        f"{name} {number:g}: give a number above 0, or leave it out."
+        f"{name} {number:g}: must be above 0; change it, or leave it out."
         for name, number in numbers.items()
         if number is not None and not 0 < number < float("inf")
     ]
@@ -54,9 +54,7 @@ def given_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
             if "--config" not in named and f"--{key}" not in named:
                 flags[key] = value
     elif "--config" not in named and "--model.path" not in named:
-        raise InputError(
-            "There is nothing to plan; give --config FILE, or --model with a folder, config.json or hub id."
-        )
+        raise InputError("Nothing to plan; give --config FILE, or --model with a folder, config.json or hub id.")
     if options.row_tokens is not None:
         flags["data.max_length"] = str(options.row_tokens)
     if options.global_batch_size is not None:
