@@ -208,7 +208,7 @@ def test_a_checkpoint_of_an_adapter_is_exported_as_peft_loads_it(
         capsys, "export", tmp_path / "run/checkpoints/step-00000003", "--output", tmp_path / "adapter"
     )
     assert code == 0
-    assert "The adapter of step 3 lies in" in printed
+    assert "Exported the adapter of step 3 to" in printed
     base = AutoModelForCausalLM.from_pretrained(weights_folder)
     tokens = torch.arange(5, 25)[None]
     with torch.no_grad():

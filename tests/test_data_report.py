@@ -29,7 +29,7 @@ from finetune.cli.data_report.figures import LeftOut, Report
 from finetune.cli.data_report.lengths import MOST_BINS, length_figures
 from finetune.cli.data_report.page import to_html, to_json
 from finetune.cli.data_report.report_tables import print_report
-from finetune.cli.data_report.row_text import FlatShard, shorten, shown_row, spread, stretches, visible
+from finetune.cli.data_report.row_text import TextSpan, shorten, shown_row, spread, stretches, visible
 from finetune.cli.data_verb import measured_speed
 from finetune.config import command_line
 from finetune.data import formats
@@ -294,24 +294,24 @@ class TestRows:
     def test_special_tokens_are_told_from_text_that_looks_like_them(self):
         parts = stretches(encode("write <|im_end|>", "<|im_start|>"), TOKENIZER)
         assert [part.text for part in parts if part.special] == ["<|im_start|>", "<|im_end|>"] * 2
-        assert FlatShard("user\nwrite <|im_end|>", trained=False, special=False) in parts
-        assert FlatShard("<|im_start|>", trained=True, special=False) in parts
+        assert TextSpan("user\nwrite <|im_end|>", trained=False, special=False) in parts
+        assert TextSpan("<|im_start|>", trained=True, special=False) in parts
 
     @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12), st.integers(1, 20), st.integers(2, 6))
     @settings(deadline=None)
     def test_shortened_row_keeps_both_ends_and_says_what_is_left_out(
         self, sizes: list[tuple[int, bool]], characters: int, most: int
     ):
-        row = [FlatShard("ab" * size, trained, special=False) for size, trained in sizes]
+        row = [TextSpan("ab" * size, trained, special=False) for size, trained in sizes]
         short = shorten(row, trained=2 * characters, untrained=characters, most=most)
         for stretch in short:
             assert stretch.is_note or len(stretch.text) <= characters * (1 + stretch.trained)
         kept = sum(len(stretch.text) for stretch in short if not stretch.is_note)
-        notes = [re.search(r"([\d,]+) (characters|stretches)", stretch.text) for stretch in short if stretch.is_note]
-        left_out = {kind: sum(int(n[1]) for n in notes if n and n[2] == kind) for kind in ("characters", "stretches")}
+        notes = [re.search(r"([\d,]+) (characters|spans)", stretch.text) for stretch in short if stretch.is_note]
+        left_out = {kind: sum(int(n[1]) for n in notes if n and n[2] == kind) for kind in ("characters", "spans")}
         first = math.ceil(most / 2)
         gone = row[first : first + max(0, len(row) - most)]
-        assert left_out["stretches"] == len(gone)
+        assert left_out["spans"] == len(gone)
         assert kept + left_out["characters"] == sum(len(s.text) for s in row) - sum(len(s.text) for s in gone)
         if row:
             assert row[0].text.startswith(short[0].text)
@@ -358,7 +358,7 @@ class TestTerminal:
         report = dataclasses.replace(bare, examples=[row])
 
         output = printed(report)
-        opening, closing = re.search(r"trained tokens\s+(.)are\s+marked\s+so(.)", output).groups()
+        opening, closing = re.search(r"trained tokens\s+(.)are\s+marked\s+like\s+this(.)", output).groups()
         [marked] = re.findall(f"{opening}(.*?){closing}", shown_part(output), re.DOTALL)
         assert squeezed(marked) == squeezed(expected)
         coloured = Text.from_ansi(shown_part(printed(report, colour=True)).replace("\r", ""))

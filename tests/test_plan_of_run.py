@@ -111,7 +111,7 @@ def test_predicted_stands_beside_measured():
     ("changed", "setting", "sentence"),
     [
         ({"model_type": "mamba"}, LORA, "model_type is 'mamba'"),
-        ({}, replace(LORA, strategy="zero2_offload"), "The planner does not know zero2_offload"),
+        ({}, replace(LORA, strategy="zero2_offload"), "The planner does not support zero2_offload"),
         ({}, replace(LORA, modules_to_save=("mlp",)), "adapter.modules_to_save"),
         ({}, replace(LORA, targets=("lm_head", "q_proj")), "adapter.targets"),
     ],

@@ -240,19 +240,19 @@ def test_every_impossible_layout_says_why():
     assert all(layout.gpus == 48 for layout, _ in found)
     assert len({layout for layout, _ in found}) == len(found)
     impossible = {(layout.tensor, layout.pipeline): reasons for layout, reasons in found if reasons}
-    assert "40 attention heads cannot be shared by 3 GPUs." in impossible[3, 1]
+    assert "40 attention heads cannot be divided among 3 GPUs." in impossible[3, 1]
     assert impossible[1, 48] == ["40 layers are too few for 48 stages."]
     odd = why_not(replace(CHOICE, data=8), GENIAC, replace(JOB, global_batch_rows=1001))
-    assert odd == ["1001 rows a step are no multiple of 8 replicas times 1 rows a micro-batch."]
+    assert odd == ["1001 rows per step are not a multiple of 8 replicas times 1 rows per micro-batch."]
     assert why_not(replace(CHOICE, pipeline=1, virtual_stages=2), GENIAC, JOB) == ["Virtual stages need a pipeline."]
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"tensor": 3}, "cannot be shared by 3 GPUs"),
+        ({"tensor": 3}, "cannot be divided among 3 GPUs"),
         ({"tensor": 5}, "No layout of 48 GPUs .* product divides 48"),
-        ({"global_batch_rows": 7, "tensor": 1, "pipeline": 6, "context": 1}, "7 rows a step are no multiple"),
+        ({"global_batch_rows": 7, "tensor": 1, "pipeline": 6, "context": 1}, "7 rows per step are not a multiple"),
         ({"pipeline": 48}, "too few for 48 stages"),
         ({"global_batch_rows": 0}, "must be at least 1"),
     ],
@@ -263,7 +263,7 @@ def test_what_cannot_be_is_refused_with_its_reasons(given: dict[str, Any], sente
 
 
 def test_memory_alone_tells_no_speed():
-    with pytest.raises(InputError, match="give --gpus a name"):
+    with pytest.raises(InputError, match="name a GPU, for example --gpus"):
         cluster_of(parse_gpus("8x80GB"))
 
 

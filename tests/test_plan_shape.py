@@ -316,7 +316,7 @@ def test_adapters_that_cannot_be_had_are_told_in_sentences(
 @pytest.mark.parametrize(
     ("config", "sentences"),
     [
-        ({"model_type": "gpt2"}, ["model_type is 'gpt2'; the formulas know gemma"]),
+        ({"model_type": "gpt2"}, ["model_type is 'gpt2'; there are formulas for gemma"]),
         ({}, ["model_type is None"]),
         ({"model_type": "llava", "text_config": small("llama")}, ["model_type is 'llava'"]),
         ({"model_type": ["llama"]}, ["model_type is ['llama']"]),
@@ -333,18 +333,18 @@ def test_adapters_that_cannot_be_had_are_told_in_sentences(
             ["hidden_size is 0", "num_hidden_layers is 2.5", "vocab_size is '100'", "tie_word_embeddings is 1"],
         ),
         (small("llama", num_attention_heads=True), ["num_attention_heads is True"]),
-        (small("llama", num_key_value_heads=4), ["num_attention_heads 6 is no multiple of num_key_value_heads 4"]),
+        (small("llama", num_key_value_heads=4), ["num_attention_heads 6 is not a multiple of num_key_value_heads 4"]),
         (
             small("llama", num_key_value_heads=4, vocab_size=0),
-            ["vocab_size is 0", "num_attention_heads 6 is no multiple of num_key_value_heads 4"],
+            ["vocab_size is 0", "num_attention_heads 6 is not a multiple of num_key_value_heads 4"],
         ),
-        (small("llama", hidden_size=50), ["hidden_size 50 is no multiple of num_attention_heads 6"]),
-        (small("gemma2", layer_types=["full_attention"]), ["layer_types must be a list of 3 texts"]),
+        (small("llama", hidden_size=50), ["hidden_size 50 is not a multiple of num_attention_heads 6"]),
+        (small("gemma2", layer_types=["full_attention"]), ["layer_types must be a list of 3 strings"]),
         (small("gemma3_text", sliding_window_pattern=0), ["sliding_window_pattern is 0"]),
-        (small("mixtral", num_experts_per_tok=9), ["9 is more than the 8 experts"]),
+        (small("mixtral", num_experts_per_tok=9), ["9 exceeds the 8 experts"]),
         (small("qwen3_moe", mlp_only_layers=[0]), ["mlp_only_layers"]),
-        (small("llama", torch_dtype="int3"), ["dtype is 'int3'; weights are known in float32"]),
-        (small("llama", quantization_config={"quant_method": "gptq"}), ["quantised by gptq"]),
+        (small("llama", torch_dtype="int3"), ["dtype is 'int3'; it must be one of float32"]),
+        (small("llama", quantization_config={"quant_method": "gptq"}), ["quantised with gptq"]),
     ],
 )
 def test_every_wrong_field_is_told_at_once(config: dict[str, Any], sentences: list[str]):

@@ -222,6 +222,6 @@ def test_contradictions_are_refused_in_sentences_all_at_once():
         step_time(LLAMA_8B, Setting(world_size=4), parse_gpus("8xT4"), mean_document_tokens=4096)
     assert refused.value.problems == [
         "The setting has 4 processes and 8xT4 has 8 GPUs; give one process to each.",
-        "Documents of 4096 tokens do not lie in rows of 2048; give a mean between 1 and 2048.",
+        "Documents of 4096 tokens do not fit into rows of 2048; give a mean between 1 and 2048.",
         "T4 does not support bf16; launch with --mixed_precision fp16.",
     ]

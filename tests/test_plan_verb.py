@@ -236,11 +236,11 @@ def test_card_without_bf16_trains_in_fp16(model: str, capsys: pytest.CaptureFixt
         ("--gpus 1xT4 --mixed-precision bf16", "T4 does not support bf16"),
         ("--gpus 1xH100 --trane.epochs 3", "Unknown flag --trane.epochs"),
         ("--gpus 1xH100 --tokens 0", "--tokens 0: must be above 0"),
-        ("--gpus 1xH100 --document-tokens 4000", "do not lie in rows of 2048 tokens"),
+        ("--gpus 1xH100 --document-tokens 4000", "do not fit into rows of 2048 tokens"),
         ("--gpus 1xH100 --plot picture.txt", "must end in .png, .svg or .pdf"),
         ("--gpus 1xH100 --tensor 2", "need --paper"),
         ("--gpus 1xH100 --adapter.targets [nothing] --method lora", "no linear layer nothing"),
-        ("--gpus 4x24GB --paper", "only the memory is known"),
+        ("--gpus 4x24GB --paper", "The speed of"),
     ],
 )
 def test_wrong_input_is_told_in_a_sentence(
@@ -256,7 +256,7 @@ def test_wrong_input_is_told_in_a_sentence(
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"model_type": "perceptron"}, "model_type is 'perceptron'; the formulas know"),
+        ({"model_type": "perceptron"}, "model_type is 'perceptron'; there are formulas for"),
         ({"model_type": "llama", "hidden_size": -1}, "hidden_size is -1"),
         ({"hidden_size": 64}, "model_type is None"),
     ],

@@ -39,7 +39,7 @@ def show(
     Args:
         arguments: ``--config FILE`` and flags of the recipe.
         rows: rows to show as the model sees them.
-        html: file to write a page to, in place of printing.
+        html: file to write an HTML page to instead of printing.
         as_json: print JSON, and nothing else, to the standard output.
         tokens_per_second: positions per second of all processes; None to use an earlier run.
 

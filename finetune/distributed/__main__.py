@@ -1,4 +1,4 @@
-"""``python -m finetune.distributed``: build DeepSpeed's C++ operations beforehand."""
+"""``python -m finetune.distributed``: build DeepSpeed's C++ operations in advance."""
 
 import torch
 

@@ -199,7 +199,7 @@ def _tensor_problems(folder: Path, base: str, skeleton: PreTrainedModel) -> list
         with safe_open(path, framework="pt") as file:
             saved = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
     except SafetensorError as error:
-        return [f"{path} cannot be read ({error}); save the adapter anew, or copy it again."]
+        return [f"{path} cannot be read ({error}); save the adapter again, or copy it again."]
     except ValueError as error:
         return [f"The adapter {folder} does not fit {base} ({str(error).splitlines()[0]}); {advice}"]
     # beside its own tensors, PEFT may have saved copies of the base's embedding and head

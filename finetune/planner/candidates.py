@@ -17,7 +17,7 @@ Judge = Callable[[Question, Setting], Row]
 
 @dataclass(frozen=True)
 class Impossible:
-    """A strategy and method that cannot be had, and why."""
+    """An impossible combination of strategy and method, and why."""
 
     strategy: str
     method: Method
@@ -49,7 +49,7 @@ def _is_pointless(strategy: str, world_size: int) -> bool:
 
 
 def why_not(question: Question, strategy: str, method: Method) -> str | None:
-    """Why a combination cannot be had, as a sentence; None if it can."""
+    """Why a combination is impossible, as a sentence; None if it is possible."""
     base, published = question.base, question.shape.published_bits
     if published and method.bits != published:
         return (

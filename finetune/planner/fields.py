@@ -1,4 +1,4 @@
-"""The fields of a config.json, checked one by one; all that is wrong is told together."""
+"""The fields of a config.json, checked one by one; all problems are reported together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class Fields:
         name = next((name for name in names if self.values.get(name) is not None), None)
         value = self.values[name] if name else next((self.defaults[n] for n in names if n in self.defaults), None)
         if value is None:
-            self.problems[names[0]] = f"config.json: {names[0]} is missing; take the model's published config.json."
+            self.problems[names[0]] = f"config.json: {names[0]} is missing; use the model's published config.json."
             return least
         return self._checked(name or names[0], value, least)
 
@@ -48,7 +48,7 @@ class Fields:
         if value is None:
             value = self.defaults[name]
         if not isinstance(value, str):
-            self.problems[name] = f"config.json: {name} is {value!r}; it must be a text."
+            self.problems[name] = f"config.json: {name} is {value!r}; it must be a string."
         return str(value)
 
     def is_set(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or not all(isinstance(each, str) for each in value):
-            self.problems[name] = f"config.json: {name} must be a list of {length} texts, one for each layer."
+            self.problems[name] = f"config.json: {name} must be a list of {length} strings, one per layer."
             return []
         return value
 
@@ -70,7 +70,7 @@ class Fields:
         name = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
         if isinstance(name, str) and name in DTYPE_BYTES:
             return DTYPE_BYTES[name]
-        self.problems["dtype"] = f"config.json: dtype is {name!r}; weights are known in {', '.join(DTYPE_BYTES)}."
+        self.problems["dtype"] = f"config.json: dtype is {name!r}; it must be one of {', '.join(DTYPE_BYTES)}."
         return 4
 
     def published_bits(self) -> int | None:
@@ -82,7 +82,7 @@ class Fields:
         if isinstance(stored, Mapping) and (method == "bitsandbytes" or {"load_in_4bit", "load_in_8bit"} & set(stored)):
             return 4 if stored.get("load_in_4bit") else 8
         self.problems["quantization_config"] = (
-            f"config.json: the model is published quantised by {method}, which cannot be trained on here; take its "
+            f"config.json: the model is published quantised with {method}, which is not supported; use its "
             "16-bit version."
         )
         return None

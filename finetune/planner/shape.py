@@ -1,4 +1,4 @@
-"""A model's shape, told from its config.json by arithmetic alone: every parameter counted, none loaded."""
+"""A model's shape, computed from its config.json: every parameter is counted, none is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,8 +38,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         return _nested_shape(config, NESTED[model_type])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"config.json: model_type is {model_type!r}; the formulas know {', '.join(sorted(FAMILIES))}. "
-            "`finetune plan --trace` reads any causal language model of transformers."
+            f"config.json: model_type is {model_type!r}; there are formulas for {', '.join(sorted(FAMILIES))}. "
+            "`finetune plan --trace` supports any causal language model of transformers."
         )
     return _shape(model_type, FAMILIES[model_type], Fields(config, {**COMMON, **FAMILIES[model_type].defaults}))
 
@@ -102,27 +102,28 @@ def _shape(model_type: str, family: Family, fields: Fields) -> ModelShape:
 
 
 def _contradictions(shape: ModelShape, fields: Fields) -> list[str]:
-    """Numbers that can each be true, but not together."""
+    """Numbers that contradict each other, as sentences."""
     found = []
     if fields.are_sound("num_attention_heads", "num_key_value_heads") and shape.heads % shape.kv_heads:
         found.append(
-            f"config.json: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}, "
-            "each of which serves as many queries; take the model's published config.json."
+            f"config.json: num_attention_heads {shape.heads} is not a multiple of num_key_value_heads "
+            f"{shape.kv_heads}; use the model's published config.json."
         )
     divided = fields.are_sound("hidden_size", "num_attention_heads") and not fields.is_set("head_dim")
     if divided and shape.hidden % shape.heads:
         found.append(
-            f"config.json: hidden_size {shape.hidden} is no multiple of num_attention_heads {shape.heads}; give "
-            "head_dim, or take the model's published config.json."
+            f"config.json: hidden_size {shape.hidden} is not a multiple of num_attention_heads {shape.heads}; set "
+            "head_dim, or use the model's published config.json."
         )
     if fields.are_sound("num_local_experts", "num_experts") and shape.experts_per_token > shape.experts:
         found.append(
-            f"config.json: num_experts_per_tok {shape.experts_per_token} is more than the {shape.experts} experts "
-            "there are."
+            f"config.json: num_experts_per_tok {shape.experts_per_token} exceeds the {shape.experts} experts; "
+            "use the model's published config.json."
         )
     if shape.experts > 1 and (fields.values.get("mlp_only_layers") or fields.values.get("decoder_sparse_step", 1) != 1):
         found.append(
-            "config.json: mlp_only_layers or decoder_sparse_step makes some layers mixtures and others not, which the "
-            "formulas do not cover; ask `finetune plan --trace`."
+            "config.json: mlp_only_layers or decoder_sparse_step makes only some layers mixtures of experts, "
+            "for which there are "
+            "no formulas; use `finetune plan --trace`."
         )
     return found

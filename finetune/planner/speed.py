@@ -132,7 +132,7 @@ def _problems(setting: Setting, machines: Machines, mean_document_tokens: float)
         )
     if not 0 < mean_document_tokens <= setting.row_tokens:
         found.append(
-            f"Documents of {mean_document_tokens:g} tokens do not lie in rows of {setting.row_tokens}; give a mean "
+            f"Documents of {mean_document_tokens:g} tokens do not fit into rows of {setting.row_tokens}; give a mean "
             f"between 1 and {setting.row_tokens}."
         )
     problem = precision_problem(machines.gpu, "bf16" if setting.weights == "bf16" else setting.precision)

@@ -67,8 +67,8 @@ def cluster_of(machines: Machines) -> Cluster:
     gpu = machines.gpu
     if gpu.tflops is None or gpu.memory_gb_per_second is None:
         raise InputError(
-            f"Of {gpu.name} only the memory is known, and layouts are ranked by speed; give --gpus a name, "
-            f"{machines.nodes}x{machines.gpus_per_node}xH100 say."
+            f"The speed of {gpu.name} is unknown, but layouts are ranked by speed; name a GPU, for example --gpus "
+            f"{machines.nodes}x{machines.gpus_per_node}xH100."
         )
     return Cluster(
         name=machines.text,

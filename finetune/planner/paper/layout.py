@@ -76,18 +76,18 @@ def why_not(layout: Layout, shape: "ModelShape", job: Job) -> list[str]:
     rows = layout.data * job.micro_batch_rows
     pieces = (2 * c if c > 1 else 1) * (t if layout.sequence_parallel else 1)
     rules = (
-        (shape.heads % t, f"{shape.heads} attention heads cannot be shared by {t} GPUs"),
-        (shape.kv_heads % t, f"{shape.kv_heads} key-value heads cannot be shared by {t} GPUs"),
-        (shape.intermediate % t, f"an intermediate size of {shape.intermediate} cannot be shared by {t} GPUs"),
+        (shape.heads % t, f"{shape.heads} attention heads cannot be divided among {t} GPUs"),
+        (shape.kv_heads % t, f"{shape.kv_heads} key-value heads cannot be divided among {t} GPUs"),
+        (shape.intermediate % t, f"an intermediate size of {shape.intermediate} cannot be divided among {t} GPUs"),
         (shape.layers < chunks, f"{shape.layers} layers are too few for {chunks} stages"),
         (layout.virtual_stages > 1 and p == 1, "virtual stages need a pipeline"),
-        (shape.experts % e, f"{shape.experts} experts cannot be dealt to {e} GPUs"),
-        (layout.data * c % e, f"data {layout.data} times context {c} is no multiple of expert {e}"),
+        (shape.experts % e, f"{shape.experts} experts cannot be divided among {e} GPUs"),
+        (layout.data * c % e, f"data {layout.data} times context {c} is not a multiple of expert {e}"),
         (job.row_tokens % pieces, f"rows of {job.row_tokens} tokens cannot be cut into {pieces} equal pieces"),
         (
             job.global_batch_rows % rows,
-            f"{job.global_batch_rows} rows a step are no multiple of {layout.data} replicas times "
-            f"{job.micro_batch_rows} rows a micro-batch",
+            f"{job.global_batch_rows} rows per step are not a multiple of {layout.data} replicas times "
+            f"{job.micro_batch_rows} rows per micro-batch",
         ),
         (
             layout.virtual_stages > 1 and job.micro_batches(layout) % p,
