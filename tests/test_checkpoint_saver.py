@@ -239,7 +239,7 @@ def test_nothing_is_begun_without_room_on_the_disk(tmp_path: Path):
     assert not saver.failed
     saver.finish()
     assert len(problems := saver.problems()) == 1
-    assert "it takes 1073741824.00 GiB" in problems[0]
+    assert "it needs 1073741824.00 GiB" in problems[0]
     assert names(tmp_path) == ["step-00000001"]
 
 

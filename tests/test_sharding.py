@@ -93,7 +93,7 @@ def test_second_reference_that_keeps_a_base_whole_is_an_error(
         ("hsdp", 40, "cpu"),
         ("zero3", 20, "cuda:0"),
         ("zero3", 40, "zero3 first puts the whole quantised model, 40.0 GiB, on each GPU, but only 24.0 GiB are free"),
-        ("single", 40, "single puts the whole quantised model, 40.0 GiB"),
+        ("single", 40, "single first puts the whole quantised model, 40.0 GiB"),
     ],
 )
 def test_quantised_weights_are_read_to_the_gpu_where_it_has_room(

@@ -61,6 +61,6 @@ def test_help_answers_without_importing_the_heavy_libraries(installed: Path):
     result = finetune(installed, "--help")
     assert time.perf_counter() - start < 3
     assert "init" in result.stdout
-    check = "import sys, finetune.cli.main; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))"
+    check = "import sys, finetune.cli.commands; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))"
     printed = subprocess.run([str(installed), "-c", check], capture_output=True, text=True, timeout=60)
     assert printed.stdout.strip() == "set()"
