@@ -19,11 +19,12 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from forking import fork, import_everything
 
 ROOT = Path(__file__).parent.parent
 PR_SET_CHILD_SUBREAPER = 36
@@ -98,7 +99,7 @@ def _serve(connection: Any, log: Path) -> NoReturn:
     os.dup2(output, 2)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ["OMP_NUM_THREADS"] = "1"
-    _import_everything()
+    import_everything()
     launcher, code = 0, None
     while True:
         try:
@@ -109,7 +110,7 @@ def _serve(connection: Any, log: Path) -> NoReturn:
                     os.killpg(launcher, signal.SIGKILL)
             os._exit(0)
         if isinstance(asked, Launch):
-            launcher, code = _fork(_launch, asked), None
+            launcher, code = fork(_launch, asked), None
             connection.send(launcher)
             continue
         deadline, left = time.monotonic() + asked, True
@@ -125,40 +126,6 @@ def _serve(connection: Any, log: Path) -> NoReturn:
         connection.send(None if left else code)
 
 
-def _import_everything() -> None:
-    """What a run imports on its way too, so that no start of one takes the time."""
-    import bitsandbytes
-    import cpuinfo
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import transformers.models.llama.modeling_llama
-
-    from finetune.distributed import launch_environment, prepare_import
-    from recipes import sft
-
-    prepare_import()
-    import deepspeed
-
-    assert all((bitsandbytes, deepspeed, launch_environment, sft, transformers, torch.distributed))
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    torch.set_num_threads(1)
-
-
-def _fork(function: Callable[..., NoReturn], *args: Any) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        function(*args)
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)
-
-
 def _launch(launch: Launch) -> NoReturn:
     """The launcher: fork the ranks, and live as long as they do."""
     from finetune.distributed.launch_environment import launch_environment
@@ -172,7 +139,7 @@ def _launch(launch: Launch) -> NoReturn:
         port = probe.getsockname()[1]
     heard = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-    ranks = [_fork(_rank, launch, rank, port, heard) for rank in range(launch.processes)]
+    ranks = [fork(_rank, launch, rank, port, heard) for rank in range(launch.processes)]
     code, deadline = 0, None
     while ranks:
         left = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())

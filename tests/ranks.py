@@ -1,10 +1,10 @@
 """A process group that lives as long as the tests and runs one scenario after another.
 
-Starting processes and importing PyTorch takes most of the time of a tiny run; here it is paid once per world
-size. Each scenario gets the environment that ``accelerate launch`` would give it, and Accelerate's state anew.
+Importing PyTorch and joining a group take most of the time of a tiny run; here the one is paid once for all tests,
+the other once per world size. Each scenario gets the environment that ``accelerate launch`` would give it, and
+Accelerate's state anew.
 """
 
-import functools
 import gc
 import multiprocessing as mp
 import os
@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import forking
 
 from finetune.distributed.launch_environment import launch_environment
 
@@ -25,7 +27,7 @@ class Ranks:
 
     def __init__(self, world_size: int, log_folder: Path) -> None:
         self.world_size, self.log_folder = world_size, log_folder
-        self.processes: list[Any] = []
+        self.group = 0  # id of the process that the ranks were forked from
 
     def run(
         self, function: Callable[..., Any], *args: Any, strategy: str, mixed_precision: str = "no", timeout: float = 180
@@ -35,7 +37,7 @@ class Ranks:
         Raises:
             AssertionError: with the traceback of the ranks that failed.
         """
-        if not self.processes:
+        if not self.group:
             self._start()
         environment = launch_environment(STRATEGY_FILES / f"{strategy}.yaml", self.world_size, mixed_precision)
         for connection in self.connections:
@@ -62,50 +64,48 @@ class Ranks:
         return [result for _, result in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        self.connections = []
-        for rank in range(self.world_size):
-            here, there = context.Pipe()
-            log = self.log_folder / f"rank{rank}of{self.world_size}.log"
-            process = context.Process(target=_serve, args=(there, rank, self.world_size, port, log), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self.connections.append(here)
+        self.connections, theirs = map(list, zip(*(mp.Pipe() for _ in range(self.world_size))))
+        self.group = forking.server().start(_fork_ranks, theirs, port, self.log_folder)
+        for connection in theirs:
+            connection.close()
 
     def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes = []
+        if self.group:
+            forking.end(self.group)
+        self.group = 0
 
 
-def _serve(connection: Any, rank: int, world_size: int, port: str, log: Path) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _fork_ranks(connections: list[Any], port: str, log_folder: Path) -> None:
+    """The parent of the ranks, which lives as long as they do."""
+    pids = [forking.fork(_serve, connections, rank, port, log_folder) for rank in range(len(connections))]
+    for connection in connections:
+        connection.close()
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> None:
+    """A rank: answer until the tests end. A connection that another rank held open would hide that this one died."""
+    world_size, connection = len(connections), connections[rank]
+    for other in connections:
+        if other is not connection:
+            other.close()
+    forking.log_to(log_folder / f"rank{rank}of{world_size}.log")
     if world_size > 1:
-        for key, value in {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-        }.items():
-            os.environ[key] = str(value)
+        for key in ("RANK", "LOCAL_RANK"):
+            os.environ[key] = str(rank)
+        for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[key] = str(world_size)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own = dict(os.environ)
-    import cpuinfo
     import torch.distributed
 
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU Adam asks each time, for a second
     destroy = torch.distributed.destroy_process_group
     # the group of all processes outlives a run
     torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
-    is_first = True
     while True:
         try:
             function, args, environment = connection.recv()
@@ -120,6 +120,3 @@ def _serve(connection: Any, rank: int, world_size: int, port: str, log: Path) ->
         except BaseException:
             connection.send((False, traceback.format_exc()))
         gc.collect()
-        if is_first:
-            gc.freeze()  # half a million objects of the libraries, through which each collection would go for 0.3 s
-            is_first = False
