@@ -25,7 +25,8 @@ class ForkServer:
         context = mp.get_context("spawn")
         self.connection, there = context.Pipe()
         self.lock = threading.Lock()
-        self.process = context.Process(target=_serve, args=(there,), daemon=True)
+        self.folder = tempfile.TemporaryDirectory(prefix="finetune-tests-")  # for its log; goes with this process
+        self.process = context.Process(target=_serve, args=(there, Path(self.folder.name) / "server.log"), daemon=True)
         self.process.start()
         there.close()
 
@@ -97,8 +98,8 @@ def import_everything() -> None:
     torch.set_num_threads(1)
 
 
-def _serve(connection: Any) -> NoReturn:
-    log_to(Path(tempfile.gettempdir()) / "finetune-tests-server.log")
+def _serve(connection: Any, log: Path) -> NoReturn:
+    log_to(log)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what has ended
     os.environ["OMP_NUM_THREADS"] = "1"
     import_everything()
