@@ -81,7 +81,7 @@ def runs(ranks: Any, weights_folder: Path, conversations: Path, tmp_path_factory
 
 IN_BF16 = [*LAUNCHES[:8], ("hsdp", 4)]
 POINTS = [
-    (launch, method, precision)
+    (*launch, method, precision)
     for precision, launches in (("no", LAUNCHES), ("bf16", IN_BF16))
     for launch in launches
     for method in METHODS
@@ -89,12 +89,12 @@ POINTS = [
 
 
 def points(precision: str) -> list[Any]:
-    return [point for point in covered(POINTS) if point.values[0][2] == precision]
+    return [point for point in covered(POINTS) if point.values[0][-1] == precision]
 
 
 @pytest.mark.parametrize("point", points("no"))
 def test_losses_gradient_norms_and_adapter_are_those_of_one_process(point: Any, runs: Runs):
-    (strategy, world_size), method, _ = point
+    strategy, world_size, method, _ = point
     accumulation = 4 // world_size  # two processes accumulate, four do not
     skip_what_this_machine_lacks(strategy)
     expected, expected_adapter = runs.on_one_process(method, "no")
@@ -109,7 +109,7 @@ def test_losses_gradient_norms_and_adapter_are_those_of_one_process(point: Any, 
 
 @pytest.mark.parametrize("point", points("bf16"))
 def test_bf16_losses_stay_within_the_stated_tolerance(point: Any, runs: Runs):
-    (strategy, world_size), method, _ = point
+    strategy, world_size, method, _ = point
     skip_what_this_machine_lacks(strategy)
     expected, _ = runs.on_one_process(method, "bf16")
     metrics, _ = runs(strategy, world_size, "bf16", **changes(method, ROWS_PER_STEP // (world_size * 2)))
@@ -122,7 +122,10 @@ def test_bf16_losses_stay_within_the_stated_tolerance(point: Any, runs: Runs):
 @pytest.mark.parametrize("method", METHODS)
 def test_modules_trained_whole_and_recomputed_activations_change_nothing(strategy: str, method: str, runs: Runs):
     settings = changes(method, 4) | {"adapter__modules_to_save": ["embed_tokens"], "train__steps": 6}
-    expected, expected_adapter = runs("single", 1, "no", **settings)
+    key = ("modules", method)
+    if key not in runs.known:
+        runs.known[key] = runs("single", 1, "no", **settings)
+    expected, expected_adapter = runs.known[key]
     metrics, saved = runs(strategy, 2, "no", **settings | {"train__activation_checkpointing": "full"})
     assert_parity(metrics, expected, FP32_TOLERANCE)
     assert saved.keys() == expected_adapter.keys()
@@ -370,9 +373,21 @@ BUGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def earlier_run(weights_folder: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    sft.main(scenarios.configuration(weights_folder, conversations, folder, adapter__type="lora", train__steps=2))
+    return folder
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_adapter_that_is_not_the_trained_one_is_an_error_at_save_time(
-    bug: str, weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bug: str,
+    earlier_run: Path,
+    weights_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     save = adapter.save
 
@@ -384,7 +399,7 @@ def test_adapter_that_is_not_the_trained_one_is_an_error_at_save_time(
     config = scenarios.configuration(
         weights_folder, conversations, tmp_path / "run", adapter__type="lora", train__steps=2
     )
-    sft.main(config)
+    shutil.copytree(earlier_run, tmp_path / "run")
     earlier = {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()}
     monkeypatch.setattr(adapter, "save", wrong)
     with pytest.raises(RunStopped, match="The saved adapter is not the trained one"):
@@ -398,12 +413,17 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("moment", ["save", "verify", "rename"])
 def test_killed_while_saving_an_earlier_adapter_remains_whole(
-    moment: str, weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str,
+    earlier_run: Path,
+    weights_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     config = scenarios.configuration(
         weights_folder, conversations, tmp_path / "run", adapter__type="lora", train__steps=2
     )
-    sft.main(config)
+    shutil.copytree(earlier_run, tmp_path / "run")
     earlier = {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()}
 
     def kill(*args: Any, **kwargs: Any) -> None:

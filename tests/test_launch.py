@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,15 @@ from scenarios import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
-LAUNCHES = [
-    ("single", 1),
-    ("fsdp2_offload", 1),
-    ("zero3_offload", 1),
-    ("ddp", 2),
-    ("fsdp2", 2),
-    ("hsdp", 4),
-    ("zero2", 2),
-    ("zero3", 2),
-]
+IN_FP32 = [("single", 1), ("fsdp2_offload", 1), ("hsdp", 4), ("zero2", 2)]
+IN_BF16 = [("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
+IN_FP32_TOO = [("zero3_offload", 1), *IN_BF16]
+"""Every strategy is launched once; `make prove` launches these as well, in fp32."""
+KEPT = [(*launch, "fp32") for launch in IN_FP32] + [(*launch, "bf16") for launch in IN_BF16]
+FURTHER = [pytest.param((*launch, "fp32"), marks=pytest.mark.prove) for launch in IN_FP32_TOO]
+of_every_launch = pytest.mark.parametrize("launched", [*KEPT, *FURTHER], ids=str)
+Launch = tuple[str, int, str]
+Runs = Callable[[Launch], tuple[subprocess.CompletedProcess[str], Path]]
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +61,47 @@ def flags_for(model: Path, train: Path, output: Path) -> list[str | Path]:
 
 
 @pytest.fixture(scope="module")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights in fp32, with an output head that is a matrix of its own."""
+    model = tiny.build_model_folder(tmp_path_factory.mktemp("untied"), tied=False)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    return model
+
+
+@pytest.fixture(scope="module")
 def runs(
-    saved_model: Path, conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
-    done = {}
-    for strategy, processes in LAUNCHES:
-        output = tmp_path_factory.mktemp("launched") / strategy
-        extra = ["--data.eval", held_out, "--eval.prompts", "1", "--eval.max_new_tokens", "4"]
-        extra += ["--eval.exact_match", "true"]
-        done[strategy] = launch(strategy, processes, *flags_for(saved_model, conversations, output), *extra), output
-    return done
+    saved_model: Path,
+    untied_model: Path,
+    conversations: Path,
+    held_out: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Runs:
+    """What a launch printed, and its folder. In fp32 it reads bf16 weights; in bf16, which is what the files say, fp32
+    weights. Each is launched once."""
+    done: dict[Launch, tuple[subprocess.CompletedProcess[str], Path]] = {}
+
+    def run(launched: Launch) -> tuple[subprocess.CompletedProcess[str], Path]:
+        if launched not in done:
+            strategy, processes, precision = launched
+            output = tmp_path_factory.mktemp("launched") / strategy
+            model = saved_model if precision == "fp32" else untied_model
+            flags = [*flags_for(model, conversations, output), "--data.eval", held_out, "--eval.prompts", "1"]
+            flags += ["--eval.max_new_tokens", "4", "--eval.exact_match", "true"]
+            asked = "no" if precision == "fp32" else None
+            done[launched] = launch(strategy, processes, *flags, precision=asked), output
+        return done[launched]
+
+    return run
 
 
-@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
-def test_launch_trains_prints_once_and_ends_well(strategy: str, processes: int, runs):
-    result, output = runs[strategy]
+@of_every_launch
+def test_launch_trains_prints_once_and_ends_well(launched: Launch, runs: Runs):
+    strategy, processes, precision = launched
+    result, output = runs(launched)
     assert result.returncode == 0, result.stderr
     count = f"{processes} process{'es' if processes > 1 else ''}"
-    assert result.stdout.count(f"{strategy} on {count}, computing in fp32: rehearsal on CPU") == 1
+    assert result.stdout.count(f"{strategy} on {count}, computing in {precision}: rehearsal on CPU") == 1
     assert result.stdout.count("step 4/4") == 1
     assert result.stdout.count("held-out loss before training") == 1
     assert f"The fine-tuned model is in {output / 'final'}" in result.stdout
@@ -88,17 +111,17 @@ def test_launch_trains_prints_once_and_ends_well(strategy: str, processes: int, 
     assert {path.name for path in output.iterdir()} == left
 
 
-@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
-def test_launch_answers_every_whole_held_out_row_together(strategy: str, processes: int, runs):
-    _, output = runs[strategy]
+@of_every_launch
+def test_launch_answers_every_whole_held_out_row_together(launched: Launch, runs: Runs):
+    _, output = runs(launched)
     record = yaml.safe_load((output / "run.yaml").read_text())
-    assert record["strategy"]["processes"] == processes
+    assert record["strategy"]["processes"] == launched[1]
     assert record["exact_match"] == {"rows": 10, "before": 0.0, "after": 0.0}  # of 11, of which one is cut
 
 
-@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
-def test_launch_prints_no_stray_warning(strategy: str, processes: int, runs):
-    result, _ = runs[strategy]
+@of_every_launch
+def test_launch_prints_no_stray_warning(launched: Launch, runs: Runs):
+    result, _ = runs(launched)
     launcher = ("real_accelerator.py", "torch/distributed/run.py")  # printed by accelerate launch, before our code
     stray = [line for line in result.stderr.splitlines() if line.strip() and not any(own in line for own in launcher)]
     assert stray == []
@@ -106,15 +129,16 @@ def test_launch_prints_no_stray_warning(strategy: str, processes: int, runs):
     assert "WARNING" not in "".join(line for line in result.stdout.splitlines() if launcher[0] not in line)
 
 
-@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES[1:])
-def test_launches_on_read_weights_train_and_save_what_one_process_does(strategy: str, processes: int, runs):
-    reference, found = read_metrics(runs["single"][1]), read_metrics(runs[strategy][1])
+@pytest.mark.parametrize("launched", [*KEPT[1 : len(IN_FP32)], *FURTHER], ids=str)
+def test_launches_on_read_weights_train_and_save_what_one_process_does(launched: Launch, runs: Runs):
+    one_process, output = runs(("single", 1, "fp32"))[1], runs(launched)[1]
+    reference, found = read_metrics(one_process), read_metrics(output)
     for key in ("loss", "grad_norm", "learning_rate", "tokens"):
         assert [m[key] for m in found] == pytest.approx([m[key] for m in reference], abs=1e-5)
     assert found[-1]["eval_loss"] == pytest.approx(reference[-1]["eval_loss"], abs=1e-5)
-    expected = load_file(runs["single"][1] / "final" / "model.safetensors")
-    saved = load_file(runs[strategy][1] / "final" / "model.safetensors")
-    assert AutoConfig.from_pretrained(runs[strategy][1] / "final").dtype == torch.bfloat16
+    expected = load_file(one_process / "final" / "model.safetensors")
+    saved = load_file(output / "final" / "model.safetensors")
+    assert AutoConfig.from_pretrained(output / "final").dtype == torch.bfloat16
     assert saved.keys() == expected.keys()
     assert len(saved) > 10
     for name, tensor in expected.items():
@@ -122,35 +146,15 @@ def test_launches_on_read_weights_train_and_save_what_one_process_does(strategy:
         torch.testing.assert_close(saved[name], tensor, atol=1e-4, rtol=1e-2)  # one bf16 rounding apart
 
 
-UNCHANGED = [("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
-
-
-@pytest.fixture(scope="module")
-def unchanged(
-    conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
-    """Strategy files as they are, in bf16, on fp32 weights whose output head is a matrix of its own."""
-    model = tiny.build_model_folder(tmp_path_factory.mktemp("untied"), tied=False)
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
-    done = {}
-    for strategy, processes in UNCHANGED:
-        output = tmp_path_factory.mktemp("unchanged") / strategy
-        flags = [*flags_for(model, conversations, output), "--data.eval", held_out, "--eval.prompts", "1"]
-        flags += ["--eval.max_new_tokens", "4"]
-        done[strategy] = launch(strategy, processes, *flags, precision=None), output
-    return done
-
-
-@pytest.mark.parametrize(("strategy", "processes"), UNCHANGED)
-def test_unchanged_files_train_read_weights_in_bf16_and_save_the_masters(strategy: str, processes: int, unchanged):
-    result, output = unchanged[strategy]
+@pytest.mark.parametrize("launched", KEPT[len(IN_FP32) :], ids=str)
+def test_unchanged_files_train_read_weights_in_bf16_and_save_the_masters(launched: Launch, runs: Runs):
+    result, output = runs(launched)
     assert result.returncode == 0, result.stderr
-    assert f"{strategy} on {processes} processes, computing in bf16" in result.stdout
-    reference, found = read_metrics(unchanged["ddp"][1]), read_metrics(output)
+    of_ddp = runs(("ddp", 2, "bf16"))[1]
+    reference, found = read_metrics(of_ddp), read_metrics(output)
     for key, tolerance in BF16_TOLERANCE.items():
         assert [m[key] for m in found] == pytest.approx([m[key] for m in reference], abs=tolerance)
-    expected = load_file(unchanged["ddp"][1] / "final" / "model.safetensors")
+    expected = load_file(of_ddp / "final" / "model.safetensors")
     saved = load_file(output / "final" / "model.safetensors")
     assert saved.keys() == expected.keys()
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= saved.keys()

@@ -1,5 +1,6 @@
 """The memory of ZeRO, term by term, against the live tensors of real processes in the phases of a step."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ def short_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_conversations(tmp_path_factory.mktemp("short") / "train.jsonl", rows=40, longest=2)
 
 
-@pytest.fixture
-def phases(ranks: Any, wide_model: Path, short_rows: Path, tmp_path: Path) -> Any:
-    """The marks of the last step on the first process: two micro-batches, and the step itself."""
+@pytest.fixture(scope="module")
+def phases(ranks: Any, wide_model: Path, short_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The marks of the last step on every process: two micro-batches, and the step itself. A run is made once."""
+    output = tmp_path_factory.mktemp("phases") / "run"
 
+    @functools.cache
     def run(stage: int, processes: int = 2, precision: str = "bf16", offload: str = "", **zero: Any) -> Any:
         changes = {"train__steps": 2, "train__global_batch_size": 2 * processes, "data__max_length": 16}
-        config = scenarios.configuration(wide_model, short_rows, tmp_path / "run", **changes)
+        config = scenarios.configuration(wide_model, short_rows, output, **changes)
         everyone = ranks(processes).run(
             live_bytes.count_phases, config, zero, strategy=f"zero{stage}{offload}", mixed_precision=precision
         )

@@ -4,7 +4,7 @@ Shapes are odd on purpose: rows that do not divide by the processes, padded part
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from covering import covered
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -39,6 +40,7 @@ LAUNCHES = [
     ("zero3_nvme", 2),
 ]
 ROWS, MICRO_BATCH = 8, 2
+Trained = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -259,17 +261,28 @@ def go_on(setting: Setting, output: Path, whole_file: Path, steps: dict[str, int
         return [run.step(setting.steps), run.step(setting.steps + 1)]
 
 
-def trained(
-    ranks: Any, setting: Setting, output: Path, strategy: str, world_size: int, **launch: Any
-) -> dict[str, Any]:
-    """One run, what its processes agree on, and its assembled state."""
-    everyone = ranks(world_size).run(train_and_save, setting, output, strategy=strategy, **launch)
-    assert [(seen["name"], seen["processes"]) for seen in everyone] == [(strategy, world_size)] * world_size
-    assert len({tuple(seen["losses"]) for seen in everyone}) == 1
-    steps = {name: count for seen in everyone for name, count in seen["steps"].items()}
-    whole = assemble(output, "saved")
-    save_file(whole, output / "whole")
-    return {**everyone[0], "steps": steps, "whole": whole}
+@pytest.fixture(scope="module")
+def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """``trained(setting, strategy, world_size)``: one run, what its processes agree on, and its assembled state.
+
+    A run is trained once; tests that save and tests that go on share it.
+    """
+    known: dict[Any, dict[str, Any]] = {}
+
+    def run(setting: Setting, strategy: str, world_size: int, **launch: Any) -> dict[str, Any]:
+        key = (setting, strategy, world_size, *launch.values())
+        if key not in known:
+            folder = tmp_path_factory.mktemp("trained")
+            everyone = ranks(world_size).run(train_and_save, setting, folder, strategy=strategy, **launch)
+            assert [(seen["name"], seen["processes"]) for seen in everyone] == [(strategy, world_size)] * world_size
+            assert len({tuple(seen["losses"]) for seen in everyone}) == 1
+            steps = {name: count for seen in everyone for name, count in seen["steps"].items()}
+            whole = assemble(folder, "saved")
+            save_file(whole, folder / "whole")
+            known[key] = {**everyone[0], "folder": folder, "steps": steps, "whole": whole}
+        return known[key]
+
+    return run
 
 
 def assert_goes_back_to_the_bit(found: dict[str, Any]) -> None:
@@ -277,8 +290,8 @@ def assert_goes_back_to_the_bit(found: dict[str, Any]) -> None:
     assert found["again"] == found["losses"]
 
 
-def assert_weights_are_those_gathered(found: dict[str, Any], output: Path) -> None:
-    with safe_open(output / "saved.gathered", "pt") as file:
+def assert_weights_are_those_gathered(found: dict[str, Any]) -> None:
+    with safe_open(found["folder"] / "saved.gathered", "pt") as file:
         names = set(file.keys())
         assert {n.removeprefix("weights/") for n in found["whole"] if n.startswith("weights/")} == names
         for name in names:
@@ -286,16 +299,16 @@ def assert_weights_are_those_gathered(found: dict[str, Any], output: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def of_one_process(ranks: Any, odd_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(ranks, Setting(odd_folder), tmp_path_factory.mktemp("one"), "single", 1)
+def of_one_process(trained: Trained, odd_folder: str) -> dict[str, Any]:
+    return trained(Setting(odd_folder), "single", 1)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
 def test_pieces_are_the_state_of_one_process_and_go_back_to_the_bit(
-    strategy: str, world_size: int, ranks: Any, odd_folder: str, of_one_process: dict[str, Any], tmp_path: Path
+    strategy: str, world_size: int, trained: Trained, odd_folder: str, of_one_process: dict[str, Any]
 ):
-    found = trained(ranks, Setting(odd_folder), tmp_path, strategy, world_size)
-    assert_weights_are_those_gathered(found, tmp_path)
+    found = trained(Setting(odd_folder), strategy, world_size)
+    assert_weights_are_those_gathered(found)
     assert_goes_back_to_the_bit(found)
     assert found["steps"] == of_one_process["steps"]
     assert found["whole"].keys() == of_one_process["whole"].keys()
@@ -306,7 +319,7 @@ def test_pieces_are_the_state_of_one_process_and_go_back_to_the_bit(
 def onward(ranks: Any, setting: Setting, found: dict[str, Any], output: Path, strategy: str, world_size: int) -> float:
     """Largest difference of the next steps' losses, under another launch, from those of the run that was saved."""
     group = ranks(world_size)
-    everyone = group.run(go_on, setting, output, output / "whole", found["steps"], strategy=strategy)
+    everyone = group.run(go_on, setting, output, found["folder"] / "whole", found["steps"], strategy=strategy)
     assert len(everyone) == world_size
     return max(abs(one - other) for losses in everyone for one, other in zip(losses, found["losses"]))
 
@@ -326,10 +339,10 @@ def onward(ranks: Any, setting: Setting, found: dict[str, Any], output: Path, st
     ids=str,
 )
 def test_run_goes_on_under_another_launch(
-    saved_by: tuple[str, int], read_by: tuple[str, int], ranks: Any, odd_folder: str, tmp_path: Path
+    saved_by: tuple[str, int], read_by: tuple[str, int], trained: Trained, ranks: Any, odd_folder: str, tmp_path: Path
 ):
     setting = Setting(odd_folder)
-    found = trained(ranks, setting, tmp_path, *saved_by)
+    found = trained(setting, *saved_by)
     assert onward(ranks, setting, found, tmp_path, *read_by) < 1e-5
 
 
@@ -339,24 +352,23 @@ def test_adapter_of_three_rows_on_four_processes_goes_on_under_another_launch(
     saved_by: tuple[str, int],
     read_by: tuple[str, int],
     bits: int | None,
+    trained: Trained,
     ranks: Any,
     odd_folder: str,
     even_folder: str,
     tmp_path: Path,
 ):
     setting = Setting(even_folder if bits else odd_folder, adapter_rank=3, bits=bits)
-    found = trained(ranks, setting, tmp_path, *saved_by)
-    assert_weights_are_those_gathered(found, tmp_path)
+    found = trained(setting, *saved_by)
+    assert_weights_are_those_gathered(found)
     assert_goes_back_to_the_bit(found)
     assert {name.partition("lora_")[2][:1] for name in found["whole"]} == {"A", "B"}
     assert onward(ranks, setting, found, tmp_path, *read_by) < 1e-5
 
 
-def test_run_goes_back_to_the_bit_after_many_steps_of_the_optimizer_of_the_host(
-    ranks: Any, even_folder: str, tmp_path: Path
-):
+def test_run_goes_back_to_the_bit_after_many_steps_of_the_optimizer_of_the_host(trained: Trained, even_folder: str):
     """It multiplies the powers of its betas up from step to step, whose last bits differ from those of a power."""
-    found = trained(ranks, Setting(even_folder, adapter_rank=3, steps=50), tmp_path, "zero3_offload", 2)
+    found = trained(Setting(even_folder, adapter_rank=3, steps=50), "zero3_offload", 2)
     assert set(found["steps"].values()) == {50}
     assert_goes_back_to_the_bit(found)
 
@@ -385,10 +397,10 @@ def test_state_on_disk_is_read_for_its_pieces_and_leaves_memory_again(ranks: Any
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion_8bit"])
 @pytest.mark.parametrize("read_by", [("fsdp2", 2), ("zero2", 2), ("zero3", 2)], ids=str)
 def test_8_bit_state_goes_on_where_its_blocks_are_those_of_the_whole(
-    optimizer: str, read_by: tuple[str, int], ranks: Any, even_folder: str, tmp_path: Path
+    optimizer: str, read_by: tuple[str, int], trained: Trained, ranks: Any, even_folder: str, tmp_path: Path
 ):
     setting = Setting(even_folder, optimizer)
-    found = trained(ranks, setting, tmp_path, "single", 1)
+    found = trained(setting, "single", 1)
     assert_goes_back_to_the_bit(found)
     dtypes = {value.dtype for name, value in found["whole"].items() if name.startswith("optimizer/state1/")}
     assert dtypes == {torch.uint8, torch.float32}  # matrices and norms
@@ -397,9 +409,9 @@ def test_8_bit_state_goes_on_where_its_blocks_are_those_of_the_whole(
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 2), ("hsdp", 4), ("zero2", 2), ("zero3", 2)], ids=str)
 def test_8_bit_state_that_cannot_be_cut_anew_is_named_after_its_launch_and_goes_back_to_the_bit(
-    strategy: str, world_size: int, ranks: Any, odd_folder: str, tmp_path: Path
+    strategy: str, world_size: int, trained: Trained, odd_folder: str
 ):
-    found = trained(ranks, Setting(odd_folder, "adamw_8bit"), tmp_path, strategy, world_size)
+    found = trained(Setting(odd_folder, "adamw_8bit"), strategy, world_size)
     assert_goes_back_to_the_bit(found)
     layer = "model.layers.0.mlp.gate_proj.weight"  # 97 rows of 66
     own = {name.partition("@")[2] for name in found["whole"] if name.startswith(f"optimizer/absmax1/{layer}")}
@@ -410,18 +422,18 @@ def test_8_bit_state_that_cannot_be_cut_anew_is_named_after_its_launch_and_goes_
     assert "optimizer/state2/model.norm.weight" in found["whole"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
-)
-@pytest.mark.parametrize(
-    ("optimizer", "weights"), [("adamw", "fp32_master"), ("adamw", "bf16"), ("adamw_8bit", "bf16")]
-)
-def test_run_in_bf16_goes_back_to_the_bit(
-    optimizer: str, weights: str, strategy: str, world_size: int, ranks: Any, odd_folder: str, tmp_path: Path
-):
-    setting = Setting(odd_folder, optimizer, weights)
-    found = trained(ranks, setting, tmp_path, strategy, world_size, mixed_precision="bf16")
-    assert_weights_are_those_gathered(found, tmp_path)
+IN_BF16 = [
+    (launch, optimizer, weights)
+    for launch in [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
+    for optimizer, weights in [("adamw", "fp32_master"), ("adamw", "bf16"), ("adamw_8bit", "bf16")]
+]
+
+
+@pytest.mark.parametrize("point", covered(IN_BF16))
+def test_run_in_bf16_goes_back_to_the_bit(point: tuple[tuple[str, int], str, str], trained: Trained, odd_folder: str):
+    launch, optimizer, weights = point
+    found = trained(Setting(odd_folder, optimizer, weights), *launch, mixed_precision="bf16")
+    assert_weights_are_those_gathered(found)
     assert_goes_back_to_the_bit(found)
     dtypes = {value.dtype for name, value in found["whole"].items() if name.startswith("weights/")}
     assert dtypes == {torch.float32 if weights == "fp32_master" else torch.bfloat16}
@@ -430,10 +442,10 @@ def test_run_in_bf16_goes_back_to_the_bit(
 @pytest.mark.parametrize("optimizer", ["adafactor", "sgd"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2)])
 def test_state_of_other_shapes_and_no_state_go_back_to_the_bit_and_on_to_the_other(
-    optimizer: str, strategy: str, world_size: int, ranks: Any, odd_folder: str, tmp_path: Path
+    optimizer: str, strategy: str, world_size: int, trained: Trained, ranks: Any, odd_folder: str, tmp_path: Path
 ):
     setting = Setting(odd_folder, optimizer)
-    found = trained(ranks, setting, tmp_path, strategy, world_size)
+    found = trained(setting, strategy, world_size)
     assert_goes_back_to_the_bit(found)
     kinds = {name.split("/")[1] for name in found["whole"] if name.startswith("optimizer/")}
     assert kinds == ({"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"} if optimizer == "adafactor" else set())
@@ -463,7 +475,7 @@ def test_comparison_sees_moments_that_were_exchanged(
         other = name.replace("exp_avg", "exp_avg_sq", 1)
         exchanged[name], exchanged[other] = exchanged[other], exchanged[name].abs()
     save_file(exchanged, tmp_path / "whole")
-    assert onward(ranks, Setting(odd_folder), of_one_process, tmp_path, "fsdp2", 2) > 1e-4
+    assert onward(ranks, Setting(odd_folder), of_one_process | {"folder": tmp_path}, tmp_path, "fsdp2", 2) > 1e-4
 
 
 def make_state_first(setting: Setting, output: Path) -> dict[str, Any]:
