@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, and is kept in git without outputs."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -51,3 +52,6 @@ def test_notebook_runs_without_errors_and_warnings(path: Path):
     assert "warning" not in printed.lower()
     assert PRINTED[path.stem] in printed
     assert "\x1b" not in printed  # plain lines, not a bar drawn over and over
+    if path.stem == "02_qlora_on_your_data":  # the one whole run of a 4-bit model: test_demo's is shorter
+        ((before, after),) = re.findall(r"held-out loss: (\d\.\d{4}) before, (\d\.\d{4}) after\n", printed)
+        assert float(after) < 0.3 * float(before)
