@@ -5,10 +5,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
-from killing import STARTING, Kill, Trial, a_kill
+from killing import KINDS, MOMENTS, STARTING, Kill, Trial, a_kill
 from launching import LaunchServer
 
 if sys.platform != "linux":
@@ -83,6 +84,72 @@ def test_run_that_is_killed_and_started_again_is_the_undisturbed_run_to_the_bit(
     disturbed.finish(strategy, processes)
     ranks = {event["rank"] for event in disturbed.starts[-1].events() if "trains" in event}
     assert ranks == set(range(processes))
+    disturbed.check(reference)
+
+
+EVERY_LAUNCH = [*LAUNCHES, ("zero3", 2, FULL), ("fsdp2", 4, LORA)]
+in_every_launch = pytest.mark.parametrize(
+    ("strategy", "processes", "settings"),
+    EVERY_LAUNCH,
+    ids=[f"{name}x{processes}" for name, processes, _ in EVERY_LAUNCH],
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trial: Callable[[str, list[str]], Trial]) -> Callable[[str, int, list[str]], Trial]:
+    """The run of a launch that was left alone."""
+    known: dict[tuple[str, int], Trial] = {}
+
+    def reference(strategy: str, processes: int, settings: list[str]) -> Trial:
+        if (strategy, processes) not in known:
+            known[strategy, processes] = trial("undisturbed", settings)
+            known[strategy, processes].finish(strategy, processes)
+        return known[strategy, processes]
+
+    return reference
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("kinds", [KINDS[:5], KINDS[5:]], ids=["first kinds", "other kinds"])
+@in_every_launch
+def test_run_that_gets_every_kind_of_kill_at_a_moment_is_the_undisturbed_run_to_the_bit(
+    strategy: str,
+    processes: int,
+    settings: list[str],
+    kinds: Any,
+    when: str,
+    trial: Callable[[str, list[str]], Trial],
+    undisturbed: Callable[[str, int, list[str]], Trial],
+):
+    draw = random.Random(f"{strategy} {processes} {when}")
+    reference, disturbed = undisturbed(strategy, processes, settings), trial("disturbed", settings)
+    disturbed.starting_seconds, disturbed.step_seconds = reference.starting_seconds, reference.step_seconds
+    for number, to in kinds:
+        kill = Kill(number, to, when, after=1, fraction=draw.random(), victim=draw.randrange(processes))
+        assert disturbed.kill(strategy, processes, kill) is not None, "the run ended before it was killed"
+    disturbed.finish(strategy, processes)
+    disturbed.check(reference)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("victim", ["first rank", "last rank"])
+@in_every_launch
+def test_run_whose_process_dies_before_each_change_of_files_is_the_undisturbed_run_to_the_bit(
+    strategy: str,
+    processes: int,
+    settings: list[str],
+    victim: str,
+    trial: Callable[[str, list[str]], Trial],
+    undisturbed: Callable[[str, int, list[str]], Trial],
+):
+    """Before the first change, in the next start before the second, ... until the run has come to its end."""
+    rank = 0 if victim == "first rank" else processes - 1
+    reference, disturbed = undisturbed(strategy, processes, settings), trial("disturbed", settings)
+    killed = 0
+    while disturbed.kill_before_change(strategy, processes, rank, killed + 1) is not None:
+        killed += 1
+    assert killed >= (10 if rank == 0 else 1)
     disturbed.check(reference)
 
 
