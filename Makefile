@@ -1,6 +1,8 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
+# make check  before each commit, in 3 minutes: formatting, lint, types, and the tests that start no processes
 # make test   formatting, lint, types and tests, of which matrices are thinned out to every pair of their settings
-# make prove  every point of the matrices; measures the manual's tables of strategies and of resumed runs anew
+# make prove  every point of the matrices; records in benchmarks/results what is proven, and of which sources, and
+#             measures the manual's tables of strategies and of resumed runs anew
 # make tables write the tables of README.md and docs/, and the plan, from the code and from recorded measurements
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
@@ -11,7 +13,7 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
 
-.PHONY: demo test prove tables ops clean
+.PHONY: demo lint check test prove tables ops clean
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.cli.demo_model) && \
@@ -20,15 +22,29 @@ demo: $(VENV)/.demo
 	  --mixed_precision $$(python -c "from finetune.distributed import native_precision; print(native_precision())") \
 	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)
 
-test: $(VENV)/.test ops
+# Two workers, file by file: a tiny run on two processes leaves much of two cores idle
+WORKERS ?= 2
+PYTEST := python -m pytest
+BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+lint: $(VENV)/.test
 	ruff format --check .
 	ruff check .
 	mypy
-	python -m pytest
+
+check: lint
+	$(PYTEST) $(BESIDE) -m "not slow and not prove"
+
+test: lint ops
+	@failed=0; \
+	$(PYTEST) $(BESIDE) -m "not alone and not prove" || failed=1; \
+	$(PYTEST) -m "alone and not prove" || failed=1; \
+	exit $$failed
 
 prove: $(VENV)/.test ops
-	python -m pytest -m "prove or not prove" --record-parity tests/test_parity.py tests/test_resume.py \
-	  tests/test_compatibility.py tests/test_adapters.py
+	$(PYTEST) -m "prove or not prove" --record-proofs tests/test_parity.py tests/test_resume.py \
+	  tests/test_compatibility.py tests/test_adapters.py tests/test_state.py tests/test_launch.py \
+	  tests/test_families.py tests/test_kills.py
 	python -m benchmarks.tables
 
 tables: $(VENV)/.test

@@ -12,8 +12,43 @@ import pytest
 import tiny
 import torch
 from ranks import Ranks
+from recording import Recorder
 
 from finetune.data import template_process
+
+STARTING_PROCESSES = {
+    "test_adapters",
+    "test_demo",
+    "test_dry_run",
+    "test_interruption",
+    "test_kills",
+    "test_kills_launcher",
+    "test_launch",
+    "test_notebooks",
+    "test_plan_memory",
+    "test_start_up",
+    "test_template_process",
+    "test_wheel",
+}
+"""Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
+ALONE = {"test_demo", "test_interruption", "test_kills", "test_kills_launcher", "test_notebooks", "test_start_up"}
+"""Files that use every core, or in which instants count; marked ``alone``."""
+LONGEST = [
+    "test_parity",
+    "test_adapters",
+    "test_resume",
+    "test_compatibility",
+    "test_state",
+    "test_launch",
+    "test_dry_run",
+    "test_families",
+    "test_plan_memory",
+    "test_fp16",
+    "test_plan_zero",
+    "test_not_finite",
+    "test_mutations",
+]
+"""Files that take longest, which run first: two workers then end at about the same time."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,6 +106,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FINETUNE_DATA_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.record_proofs:
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make check` leaves out and what runs alone, and have the longest files run first."""
+    for item in items:
+        file = item.path.stem
+        if file in STARTING_PROCESSES or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        if file in ALONE:
+            item.add_marker("alone")
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -84,4 +134,4 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-parity", action="store_true", help="write what the parity tests measure to benchmarks/")
+    parser.addoption("--record-proofs", action="store_true", help="write what is proven to benchmarks/results")

@@ -88,6 +88,7 @@ def test_runs_at_the_edge_need_the_share_that_they_say_and_are_called_all_there_
     assert set(verdicts) == {"fits", "tight", "does not fit"}
 
 
+@pytest.mark.slow
 def test_list_needs_no_gpu_and_shows_every_run(capsys: pytest.CaptureFixture[str]):
     assert accuracy.main(["--list", "--gpus", "8xH100"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -202,6 +203,7 @@ def test_most_of_any_process_counts_and_one_that_ran_out_is_enough():
     assert plan_runs.together([part, other | {"outcome": "out of memory"}])["outcome"] == "out of memory"
 
 
+@pytest.mark.slow
 def test_one_tiny_run_goes_through_the_same_processes_without_a_gpu(tmp_path: Path):
     results = tmp_path / "found.json"
     assert accuracy.main(["--rehearse", "--results", str(results)]) == 0

@@ -40,6 +40,7 @@ def read_and_report(path: Path, answers: Any, begin: Any) -> None:
     answers.put((rows.fingerprint, len(rows), "Preparing" in told))
 
 
+@pytest.mark.slow
 def test_32_processes_on_a_cold_cache_prepare_once_and_all_get_the_rows(tmp_path: Path, cache: Path):
     path = tiny.write_conversations(tmp_path / "rows.jsonl", 2000)
     answers, begin = FORK.Queue(), FORK.Event()

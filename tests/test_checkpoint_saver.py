@@ -165,6 +165,7 @@ def test_a_full_disk_on_one_process_leaves_the_earlier_checkpoint_and_the_next_o
     assert names(tmp_path) == ["step-00000003"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_given_up_without_waiting_for_the_writing(tmp_path: Path):
     begun, chunks_written = threading.Event(), []
 
@@ -344,6 +345,7 @@ for line in sys.stdin:  # a run to be killed
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_instant_has_an_intact_checkpoint_and_leaves_its_folder_free(tmp_path: Path):
     rng, kills, steps = random.Random(0), 12, set()
     process = subprocess.Popen(

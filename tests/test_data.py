@@ -147,6 +147,7 @@ def test_every_row_of_many_is_stored_as_it_was_encoded(tmp_path: Path):
         rows[1000]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(content=st.binary(max_size=200), good=st.booleans())
 def test_any_bytes_give_rows_or_an_error_with_a_line_number(tmp_path_factory: Any, content: bytes, good: bool):

@@ -374,6 +374,7 @@ KEYS = ["messages", "conversations", "tools", "functions", "system", "prompt", "
 ALPACA_KEYS = ["instruction", "input", "output", "history"]
 
 
+@pytest.mark.slow
 @given(
     row=JSON
     | st.dictionaries(st.sampled_from([*KEYS, *ALPACA_KEYS, "chosen", "rejected"]), JSON | st.lists(JSON, max_size=4)),

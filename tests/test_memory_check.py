@@ -105,6 +105,7 @@ def test_optimizer_state_in_host_memory_is_not_asked_of_the_gpu():
     assert state_bytes(meta, "adamw") == 0
 
 
+@pytest.mark.slow
 def test_recipe_checks_its_largest_micro_batch_before_anything_is_written(
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

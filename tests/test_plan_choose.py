@@ -194,6 +194,7 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
             assert ((strategy, method) in found) == (is_possible and not is_pointless)
 
 
+@pytest.mark.slow
 def test_a_row_of_the_answer_is_what_the_formulas_say_of_its_setting():
     asked = replace(question(), shape=LLAMA_8B)
     answer = plan(asked)
@@ -235,6 +236,7 @@ def test_impossible_combinations_are_told_why(fields: dict[str, str], sentence: 
         plan(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1xH100", "8xH100", "2x8xH100", "4xT4"])
 def test_command_starts_the_run_that_was_planned(gpus: str):
     machines = parse_gpus(gpus)

@@ -195,6 +195,7 @@ def test_unknown_model_trains_without_a_plan_and_cannot_leave_its_micro_batch_op
             sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "other", **changes))
 
 
+@pytest.mark.slow
 def test_longest_row_that_is_trained_counts_and_not_what_a_row_could_hold(
     model_folder: Path, conversations: Path, tmp_path: Path
 ):

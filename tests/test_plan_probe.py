@@ -169,6 +169,7 @@ def test_other_gpus_than_the_one_that_is_here_are_refused_in_a_sentence():
         probing.row_to_probe((sharded,), question, H200)
 
 
+@pytest.mark.slow
 def test_steps_are_taken_by_the_recipes_own_pieces():
     """On the CPU, where time is measured and memory is not."""
     setting = Setting(

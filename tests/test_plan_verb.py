@@ -51,6 +51,7 @@ def command_in(text: str) -> list[str]:
     return lines.replace("\\\n", " ").split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -158,6 +159,7 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
     assert max(size for _, size in found["course"]) == found["rows"][found["recommended"]]["gpu_peak_bytes"]
 
 
+@pytest.mark.slow
 def test_speed_of_a_card_that_is_not_known_is_not_told_in_seconds(model: str, capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, "--model", model, "--gpus", "8x80GB", "--tokens", "1e9")
     for row in found["rows"]:
@@ -202,6 +204,7 @@ def test_shipped_configurations_can_be_planned(path: Path, model: str, capsys: p
     assert found["recommended"] == 0
 
 
+@pytest.mark.slow
 def test_batch_of_a_bare_model_is_made_to_divide(model: str, capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, "--model", model, "--gpus", "3xH100")
     assert found["global_batch_size"] == 18
@@ -311,6 +314,7 @@ def test_picture_without_matplotlib_is_a_sentence(
     assert "finetune[notebooks]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_trace_stands_beside_the_closed_form(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -365,6 +369,7 @@ print(sorted(set({SLOW!r}) & set(sys.modules)), file=sys.stderr)
     assert "usage" in done.stdout if what == "help" else "accelerate launch" in done.stdout
 
 
+@pytest.mark.slow
 def test_plan_of_half_a_download_says_that_a_run_would_be_refused(model: str, capsys: pytest.CaptureFixture[str]):
     asked = ["--model", model, "--gpus", "1xH100"]
     assert any("A run would be refused: " in note for note in answer(capsys, *asked)["notes"])

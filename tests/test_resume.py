@@ -51,10 +51,10 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def recorded(request: pytest.FixtureRequest) -> Any:
-    """Collects every comparison; written to benchmarks/results with --record-parity."""
+    """Collects every comparison; written to benchmarks/results with --record-proofs."""
     rows: list[dict[str, Any]] = []
     yield rows
-    if request.config.getoption("--record-parity") and len(rows) == len(PAIRS):
+    if request.config.getoption("--record-proofs") and len(rows) == len(PAIRS):
         known = environment()
         hardware = {key: known["hardware"][key] for key in ("gpus", "cpus")}
         where = {"python": known["python"], "packages": known["packages"], "hardware": hardware}
