@@ -402,7 +402,7 @@ def test_adapter_that_is_not_the_trained_one_is_an_error_at_save_time(
     shutil.copytree(earlier_run, tmp_path / "run")
     earlier = {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()}
     monkeypatch.setattr(adapter, "save", wrong)
-    with pytest.raises(RunStopped, match="The saved adapter is not the trained one"):
+    with pytest.raises(RunStopped, match="The saved adapter differs from the trained one"):
         sft.main(config)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()} == earlier
 
@@ -473,8 +473,8 @@ def test_model_published_in_4_bits_is_recognised_sharded_and_gives_the_losses_of
 @pytest.mark.parametrize(
     ("stored", "asked", "sentence"),
     [
-        ({"quant_method": "gptq", "bits": 4}, None, "published quantised by gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 4, "published in 8 bits and cannot be had in 4"),
+        ({"quant_method": "gptq", "bits": 4}, None, "published quantised with gptq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 4, "published in 8 bits and cannot be loaded in 4"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4, None),
         ({}, 4, None),
     ],
@@ -505,10 +505,10 @@ def test_full_fine_tuning_of_a_published_quantised_model_is_refused_before_weigh
         ({"adapter__targets": ["q_proj", "qproj"]}, r"no linear layer qproj; it has .*q_proj"),
         ({"adapter__targets": []}, r"no linear layer in an empty list"),
         ({"adapter__modules_to_save": ["embedding"]}, r"no module embedding; it has .*embed_tokens"),
-        ({"adapter__type": "none", "adapter__rank": 4}, r"adapter\.rank is given, but adapter\.type is none"),
+        ({"adapter__type": "none", "adapter__rank": 4}, r"adapter\.rank is set, but adapter\.type is none"),
         (
             {"adapter__targets": ["q_proj"], "adapter__modules_to_save": ["mlp"], "quantization__bits": 4},
-            r"mlp will be quantised, which cannot be trained whole; put its linear layers into adapter\.targets",
+            r"mlp will be quantised and cannot be trained in full; put its linear layers into adapter\.targets",
         ),
         (
             {"adapter__targets": ["q_proj"], "adapter__modules_to_save": ["down_proj"], "quantization__bits": 8},
@@ -517,7 +517,7 @@ def test_full_fine_tuning_of_a_published_quantised_model_is_refused_before_weigh
         ({"train__optimizer": "adafactor", "train__weights": "bf16"}, r"would lose the small updates of adafactor"),
         (
             {"adapter__targets": ["q_proj"], "adapter__modules_to_save": ["q_proj"]},
-            r"q_proj stands in targets and in modules_to_save",
+            r"q_proj is in both targets and modules_to_save",
         ),
     ],
 )
@@ -547,7 +547,7 @@ def test_mixture_of_experts_that_would_stay_in_16_bits_is_refused_before_weights
     MixtralConfig(**sizes, **heads, architectures=["MixtralForCausalLM"]).save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
     settings = {"adapter__type": "lora", "quantization__bits": 4}
-    with pytest.raises(ValueError, match=r"only \d+ % of this model's matrices are linear layers"):
+    with pytest.raises(ValueError, match=r"only \d+ % of this model's matrix weights are in linear layers"):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **settings))
 
 
@@ -556,7 +556,7 @@ def test_model_that_is_no_causal_language_model_is_refused_with_a_sentence(
 ):
     folder = shutil.copytree(model_folder, tmp_path / "t5")
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=512).save_pretrained(folder)
-    with pytest.raises(InputError, match="no causal language model"):
+    with pytest.raises(InputError, match="does not make a causal language model"):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", adapter__type="lora"))
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.encoding_workers import Settings
 from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import InputError
-from finetune.run import data_checks
+from finetune.run import preflight
 from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()
@@ -229,21 +231,25 @@ def test_weights_hold_among_the_rows_that_a_split_leaves_of_one_long_text(tmp_pa
 
 
 def test_weight_of_held_out_rows_is_refused():
-    assert data_checks.held_out_problems([Source("a.jsonl")]) == []
-    (problem,) = data_checks.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
+    assert preflight.held_out_problems([Source("a.jsonl")]) == []
+    (problem,) = preflight.held_out_problems([Source("a.jsonl"), Source("b.jsonl", weight=2)])
     assert "b.jsonl has the weight 2" in problem
 
 
 def test_rows_longer_than_the_model_has_positions_are_refused(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", GOOD)
     longest = int(rows.lengths.max())
-    assert data_checks.position_problems(rows, None, 4096, longest) == []
-    assert data_checks.position_problems(rows, rows, 4096, None) == []
-    assert (
-        f"set data.max_length to {longest - 1} or less"
-        in data_checks.position_problems(rows, None, 4096, longest - 1)[0]
-    )
-    assert "4,096 tokens" in data_checks.position_problems(None, rows, 4096, 1024)[0]  # a stream
+
+    def problems(train: Any, held: Any, positions: int | None, streaming: bool = False) -> list[str]:
+        model: Any = SimpleNamespace(text_config=SimpleNamespace(vocab_size=10**6, max_position_embeddings=positions))
+        data = sections.Data(train="rows.jsonl", max_length=4096, streaming=streaming)
+        return preflight.row_problems(train, held, data, model)
+
+    assert problems(rows, None, longest) == []
+    assert problems(rows, rows, None) == []
+    assert f"set data.max_length to {longest - 1} or less" in problems(rows, None, longest - 1)[0]
+    assert "4,096 tokens" in problems(None, rows, 1024)[0]  # a stream
+    assert "4,096 tokens" in problems(rows, None, 1024, streaming=True)[0]
 
 
 def test_held_out_rows_that_are_trained_too_are_counted(tmp_path: Path):
@@ -264,8 +270,8 @@ def test_fingerprint_changes_with_a_token_and_with_a_mask(tmp_path: Path):
 def test_token_that_the_model_does_not_know_is_refused(tmp_path: Path):
     rows = read(tmp_path / "rows.jsonl", GOOD)
     largest = int(np.concatenate([row.tokens for row in rows]).max())
-    assert data_checks.vocabulary_problems([rows, None], largest + 1) == []
-    (problem,) = data_checks.vocabulary_problems([rows, None], largest)
+    assert preflight.vocabulary_problems([rows, None], largest + 1) == []
+    (problem,) = preflight.vocabulary_problems([rows, None], largest)
     assert f"token {largest}" in problem
 
 

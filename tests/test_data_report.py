@@ -511,7 +511,7 @@ class TestVerb:
     @pytest.mark.parametrize(
         ("model", "keys", "sentence"),
         [
-            ({"vocab_size": 100}, {}, "the model knows 100 tokens only"),
+            ({"vocab_size": 100}, {}, "the model's vocabulary has only 100 tokens"),
             ({"max_position_embeddings": 8}, {}, "the model has 8 positions; set data.max_length to 8"),
             (
                 {"max_position_embeddings": 512},

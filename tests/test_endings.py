@@ -89,7 +89,7 @@ def test_finished_run_goes_on_with_more_steps_as_if_it_had_had_them_from_the_beg
     run = train(train__steps=6, **CONSTANT)
     said = capsys.readouterr().out
     assert "resuming after step 3" in said
-    assert "the run now has 6 steps, not 3: the learning rate goes on as it was\n" in said
+    assert "the run now has 6 steps, not 3: the learning rate continues as before\n" in said
     assert_same_result(run, uninterrupted)
     assert run_files.finished_steps(run) == 6
 
@@ -106,7 +106,8 @@ def test_run_that_goes_on_under_another_schedule_says_so_with_both_learning_rate
     assert rates == first + all_six[3:]
     assert (
         "the run now has 6 steps, not 3: the learning rate follows the schedule of 6 steps from here on "
-        f"({first[2]:.2e} in step 3, {all_six[3]:.2e} in step 4), so the losses are not those of an uninterrupted run\n"
+        f"({first[2]:.2e} in step 3, {all_six[3]:.2e} in step 4), so the losses differ from those of an uninterrupted "
+        "run\n"
     ) in capsys.readouterr().out
 
 
@@ -123,13 +124,13 @@ def test_run_of_more_epochs_tells_of_the_rows_that_a_short_last_step_leaves_out(
     train(**changes, train__epochs=2.0)
     said = capsys.readouterr().out
     assert "the run now has 5 steps, not 3: " in said
-    assert "step 3 was a short one, and the rows that it would have now are left out" in said
+    assert "step 3 had fewer rows than it would have now, and the missing ones are skipped" in said
 
 
 def test_run_without_a_checkpoint_at_its_end_cannot_go_on(train: Callable[..., Path]):
     run = train(train__steps=2, checkpoint__at_end=False)
     assert newest(run) == (None, [])
-    with pytest.raises(InputError, match="holds a finished run of 2 steps and no checkpoint to go on from"):
+    with pytest.raises(InputError, match="has a finished run of 2 steps and no checkpoint to resume from"):
         train(train__steps=3)
 
 
@@ -289,7 +290,7 @@ def test_exported_checkpoint_tells_the_evaluation_that_followed_it(whole: Path, 
 def test_lines_that_wait_until_the_end_are_tried_again_and_their_loss_is_said(tmp_path: Path):
     journal, path = run_files.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
     journal.append(["1", "2"])
-    assert "lacks its last 2 lines" in journal.close()[0]
+    assert "is missing its last 2 lines" in journal.close()[0]
     path.parent.mkdir()
     assert journal.close() == []
     assert path.read_text() == "1\n2\n"

@@ -25,8 +25,8 @@ def test_folder_of_other_things_is_refused_by_what_lies_there_with_a_folder_to_n
 ):
     (tmp_path / entry).mkdir() if entry.endswith("/") else (tmp_path / entry).touch()
     told = problems(tmp_path, **manner)
-    assert f"{tmp_path} holds no run but other things ({entry})" in told
-    assert f"name a new one, for example {tmp_path / 'run'}." in told
+    assert f"{tmp_path} contains other files but no run ({entry})" in told
+    assert f"choose a new one, for example {tmp_path / 'run'}." in told
 
 
 def test_many_other_things_are_not_all_listed(tmp_path: Path):
@@ -42,7 +42,8 @@ def test_what_people_and_schedulers_keep_beside_a_run_is_accepted_and_said(manne
     assert problems(tmp_path, **manner) == ""
     (line,) = output_folder.prepare_folder(tmp_path)
     assert line == (
-        f"{tmp_path} also holds config.yaml, notes.md, slurm-17.out, start.sh and 1 more, which the run leaves as it is"
+        f"{tmp_path} also contains config.yaml, notes.md, slurm-17.out, start.sh and 1 more, which the run does not "
+        "touch"
     )
 
 
@@ -83,7 +84,7 @@ def test_run_whose_own_files_would_be_read_as_rows_is_refused(
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     told = problems(Path(folder), inputs=["owner/name", source])
-    assert f"{folder} lies in the data source {source}, which would read the run's own files as rows" in told
+    assert f"{folder} is inside the data source {source}, so the run's own files would be read as rows" in told
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_recipe_refuses_the_folder_of_its_data_before_weights_load_and_takes_one
     (tmp_path / "others.jsonl").touch()
     monkeypatch.setattr(loading, "load_model", None)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(InputError, match=r"holds no run but other things \(others\.jsonl\)"):
+    with pytest.raises(InputError, match=r"contains other files but no run \(others\.jsonl\)"):
         sft.main(scenarios.configuration(model_folder, tmp_path / "mine.jsonl", tmp_path))
     assert sorted(tmp_path.iterdir()) == before
 
@@ -122,7 +123,7 @@ def test_link_or_file_in_the_place_of_a_result_is_left_aside_and_what_it_names_i
     (run / name).touch() if kind == "file" else (run / name).symlink_to(mine)
     (run / f"{name}.left-behind-1").symlink_to("nowhere")
     (line,) = output_folder.leave_links_aside(run)
-    assert line == (f"{run / name} is a {kind.split()[-1]}, not a result; it was left aside as {name}.left-behind-2")
+    assert line == (f"{run / name} is a {kind.split()[-1]}, not a result; it was renamed to {name}.left-behind-2")
     assert not (run / name).is_symlink()
     assert (run / f"{name}.left-behind-2").is_symlink() == (kind != "file")
     assert mine.is_dir() == (kind == "link")

@@ -191,7 +191,7 @@ def test_unknown_model_trains_without_a_plan_and_cannot_leave_its_micro_batch_op
         sft.main(config)
         assert "plan: none. Nobody knows it." in capsys.readouterr().out
         changes = {"train__micro_batch_size": "auto"}
-        with pytest.raises(InputError, match=r"auto is up to the planner. Nobody knows it. Set it to a number"):
+        with pytest.raises(InputError, match=r"auto lets the planner choose. Nobody knows it. Set it to a number"):
             sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "other", **changes))
 
 

@@ -292,7 +292,7 @@ def test_a_setting_without_an_adapter_trains_every_parameter():
         ("llama", "lora", [], [], ["no linear layer in an empty list"]),
         ("llama", "lora", ["w1"], ["wte"], ["no linear layer w1", "no module wte; it has down_proj, embed_tokens"]),
         ("llama", "lora", "q_proj", [], ["no linear layer q_proj"]),
-        ("llama", "lora", ["q_proj"], ["q_proj"], ["q_proj stands in targets and in modules_to_save"]),
+        ("llama", "lora", ["q_proj"], ["q_proj"], ["q_proj is in both targets and modules_to_save"]),
         ("llama", "lora", ["q_proj"], ["self_attn"], ["covers every target"]),
         ("gemma", "lora", ["lm_head"], ["embed_tokens"], ["one weight"]),
         ("mixtral", "dora", "all-linear", [], ["DoRA cannot be had for experts"]),

@@ -128,7 +128,7 @@ def test_incomplete_checkpoint_is_passed_over_by_name(resume, killed: Path, caps
     (killed / "checkpoints" / "step-00000004" / "manifest.json").unlink()
     resume()
     said = capsys.readouterr().out
-    assert "step-00000004 is no complete checkpoint" in said
+    assert "step-00000004 is not a complete checkpoint" in said
     assert "resuming after step 2" in said
 
 
@@ -163,16 +163,16 @@ def flip_a_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"train__seed": 1}, "train.seed was 0 in .* is 1 now: the rows would come in another order"),
-        ({"train__global_batch_size": 4}, "train.global_batch_size was 8 in .*its steps hold other rows"),
+        ({"train__seed": 1}, "train.seed was 0 in .* is 1 now: the row order would differ"),
+        ({"train__global_batch_size": 4}, "train.global_batch_size was 8 in .*its steps have other rows"),
         ({"adapter__rank": 8}, "adapter.rank was 16 in .*finetune checkpoint export"),
         ({"adapter__targets": ["q_proj"]}, "adapter.targets was 'all-linear' in"),
         ({"data__packing": True}, "data.packing was False in"),
         ({"data__max_length": 32}, "data.train: the training rows changed since .*step-00000004 was written"),
-        ({"train__optimizer": "sgd"}, r"cannot be carried over; .*--checkpoint\.resume_weights_only true"),
-        ({"train__steps": 3}, r"is after step 4, but the run has 3 steps; set train\.steps"),
-        ({"train__overwrite": True}, r"train\.overwrite replaces a run and checkpoint\.resume goes on with it"),
-        ({"checkpoint__resume": "nowhere"}, "holds a run already"),
+        ({"train__optimizer": "sgd"}, r"cannot be converted; .*--checkpoint\.resume_weights_only true"),
+        ({"train__steps": 3}, r"is at step 4, but the run has only 3 steps; raise train\.steps"),
+        ({"train__overwrite": True}, r"train\.overwrite replaces a run, but checkpoint\.resume continues it"),
+        ({"checkpoint__resume": "nowhere"}, "already contains a run"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -226,7 +226,7 @@ def test_second_run_in_a_folder_is_refused_while_the_first_is_at_work(
 ):
     monkeypatch.setattr(checkpoint, "hold", functools.partial(checkpoint.hold, patience_seconds=0.1))
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run")
-    with checkpoint.hold(tmp_path / "run"), pytest.raises(InputError, match=r"another run is at work in"):
+    with checkpoint.hold(tmp_path / "run"), pytest.raises(InputError, match=r"another run is using"):
         sft.main(config)
 
 
@@ -259,7 +259,7 @@ def test_going_on_from_an_older_checkpoint_leaves_the_later_ones_behind_and_keep
     changes |= {"checkpoint__keep": 1, "train__learning_rate": 5e-4}
     sft.main(scenarios.configuration(model_folder, conversations, folder, **changes))
     assert steps_saved(folder) == ["step-00000004.left-behind-1", "step-00000006", "step-00000006.left-behind-1"]
-    assert "step-00000004.left-behind-1 is left behind" in capsys.readouterr().out
+    assert "step-00000004.left-behind-1 is from a later step" in capsys.readouterr().out
     assert checkpoint.newest(folder)[0].contents["run"]["config"]["train"]["learning_rate"] == 5e-4
     assert [line["step"] for line in scenarios.read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
@@ -274,7 +274,7 @@ def test_result_of_the_run_that_was_replaced_does_not_finish_the_new_one(
     original, calls = loss.token_loss_sum, iter(range(1000))
     loss.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 30 else float("nan"))
     try:
-        with pytest.raises(RunStopped, match=r"goes on after step 2"):
+        with pytest.raises(RunStopped, match=r"to resume after step 2"):
             sft.main(config)
     finally:
         loss.token_loss_sum = original
@@ -287,7 +287,7 @@ def test_result_of_the_run_that_was_replaced_does_not_finish_the_new_one(
 
 def test_checkpoint_of_another_folder_does_not_replace_a_run(resume, finished: Path, killed: Path, no_weights: None):
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
-    with pytest.raises(InputError, match="holds a run already"):
+    with pytest.raises(InputError, match="already contains a run"):
         resume(checkpoint__resume=str(finished / "checkpoints" / "step-00000002"))
     assert {path: path.stat().st_mtime_ns for path in killed.rglob("*")} == before
 
@@ -310,7 +310,7 @@ def test_checkpoint_before_the_first_optimizer_step_can_be_resumed(
         monkeypatch.setattr(loss, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
 
     spoil([1, float("nan"), float("nan")])
-    with pytest.raises(RunStopped, match="goes on after step 1"):
+    with pytest.raises(RunStopped, match="to resume after step 1"):
         sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))
     spoil([1, 1, 1, 1, 1, 1])
     changes["checkpoint__resume"] = "auto"
@@ -323,11 +323,11 @@ def test_weights_alone_are_taken_once_and_later_restarts_go_on_with_the_optimize
 ):
     new = {"train__optimizer": "adafactor", "checkpoint__resume_weights_only": True}
     resume(**new)
-    assert "the optimizer starts anew" in capsys.readouterr().out
+    assert "the optimizer is reset" in capsys.readouterr().out
     expected = scenarios.read_metrics(killed)
     shutil.rmtree(killed / "final")
     metrics = resume(**new, train__steps=8)
-    assert "the optimizer starts anew" not in capsys.readouterr().out
+    assert "the optimizer is reset" not in capsys.readouterr().out
     assert metrics[:6] == expected
 
 
@@ -383,7 +383,7 @@ def test_records_that_a_power_loss_has_damaged_are_mended(killed: Path, resume, 
     assert [line["step"] for line in resume()] == [1, 2, 4, 5, 6]
     said = capsys.readouterr().out
     assert "metrics.jsonl: 11 lines could not be read and were dropped" in said
-    assert "run.yaml could not be read and is written anew" in said
+    assert "run.yaml could not be read and is rewritten" in said
     assert finished_steps(killed) == 6
 
 
@@ -394,7 +394,7 @@ def test_link_in_the_place_of_an_earlier_result_is_left_aside(
     (tmp_path / "mine").mkdir()
     (killed / "final.old").symlink_to(tmp_path / "mine")
     resume()
-    assert "final.old is a link, not a result; it was left aside as final.old.left-behind-1" in capsys.readouterr().out
+    assert "final.old is a link, not a result; it was renamed to final.old.left-behind-1" in capsys.readouterr().out
     assert finished_steps(killed) == 6
 
 
@@ -459,7 +459,7 @@ def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_no
     sft.main(scenarios.configuration(model_folder, conversations, run, **{**EVERY, "train__steps": 8}))
     said = capsys.readouterr().out
     assert "step-00000004 was not written" in said
-    assert "Earlier checkpoints stay, and training goes on" in said
+    assert "Earlier checkpoints stay, and training continues" in said
     assert steps_saved(run)[-2:] == ["step-00000006", "step-00000008"]
     assert "step-00000004" not in steps_saved(run)
     assert [line["step"] for line in scenarios.read_metrics(run)] == list(range(1, 9))

@@ -123,7 +123,7 @@ def test_files_without_a_row_are_refused_and_not_read_for_ever(tmp_path: Path):
 
 
 def test_token_that_the_model_does_not_know_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="the model knows 100 tokens only"):
+    with pytest.raises(InputError, match="the model's vocabulary has only 100 tokens"):
         stream(tiny.write_conversations(tmp_path / "rows.jsonl", 5), vocabulary=100)
 
 

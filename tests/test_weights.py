@@ -67,8 +67,8 @@ def test_complete_weights_are_accepted(folder: Path):
     ("edit", "sentence"),
     [
         (lambda state: state.pop(UP), f"{UP} missing"),
-        (lambda state: state.update(extra=torch.zeros(3)), "extra unknown to it"),
-        (lambda state: state.update({UP: torch.zeros(3, 4)}), f"{UP} has the shape 3 x 4, not 256 x 128"),
+        (lambda state: state.update(extra=torch.zeros(3)), "extra unknown"),
+        (lambda state: state.update({UP: torch.zeros(3, 4)}), f"{UP} has shape 3 x 4 instead of 256 x 128"),
     ],
 )
 def test_missing_unknown_and_mismatched_tensors_are_refused_by_name_before_data_are_prepared(
@@ -77,9 +77,7 @@ def test_missing_unknown_and_mismatched_tensors_are_refused_by_name_before_data_
     change(folder, edit)
     with pytest.raises(InputError) as refusal:
         train(folder)
-    assert f"the weights in {folder} are not the model that its config.json describes: {sentence}." in str(
-        refusal.value
-    )
+    assert f"the weights in {folder} do not fit its config.json: {sentence}." in str(refusal.value)
 
 
 def test_tensors_known_to_be_harmless_are_passed_over(folder: Path):
@@ -102,7 +100,7 @@ def test_experts_are_checked_under_the_names_in_which_they_are_stored(tmp_path: 
     MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
     assert problems(tmp_path) == ""
     change(tmp_path, lambda state: state.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
-    assert "such as experts, are missing or of other shapes" in problems(tmp_path)
+    assert "such as experts, are missing or have other shapes" in problems(tmp_path)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -168,7 +166,7 @@ def test_index_that_names_a_file_outside_of_its_folder_is_refused_and_not_follow
     (folder / weight_files.ONE_FILE).rename(folder.parent / "other" / weight_files.ONE_FILE)
     (folder / weight_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {UP: name}}))
     monkeypatch.setattr(weight_files, "safe_open", None)
-    with pytest.raises(InputError, match="are safetensors files in its own folder"):
+    with pytest.raises(InputError, match="must be safetensors files in its own folder"):
         train(folder)
 
 
@@ -183,14 +181,14 @@ def test_damaged_index_is_refused_with_a_sentence(content: str, folder: Path, tr
 @pytest.mark.parametrize("kept", [0, 5, 1000, 100_000])
 def test_file_that_is_cut_off_is_named(kept: int, folder: Path, train: Callable[..., Any]):
     os.truncate(folder / weight_files.ONE_FILE, kept)
-    with pytest.raises(InputError, match=r"model\.safetensors is cut off or damaged \(.*\); download it again"):
+    with pytest.raises(InputError, match=r"model\.safetensors is truncated or damaged \(.*\); download it again"):
         train(folder)
 
 
 def test_git_lfs_pointer_is_named_as_what_it_is(folder: Path, train: Callable[..., Any]):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     (folder / weight_files.ONE_FILE).write_text(pointer)
-    with pytest.raises(InputError, match="is a Git LFS pointer and not the weights; run `git lfs pull`"):
+    with pytest.raises(InputError, match="is a Git LFS pointer, not the weights; run `git lfs pull`"):
         train(folder)
 
 
@@ -202,7 +200,7 @@ def test_one_weight_that_is_not_finite_is_found(value: float, dtype: torch.dtype
         state[UP][7, 9] = value
 
     change(folder, edit)
-    assert f"holds NaN or infinite weights, in {UP};" in weights.not_finite(weight_files.local_files(folder))[0]
+    assert f"has NaN or infinite weights in {UP};" in weights.not_finite(weight_files.local_files(folder))[0]
 
 
 def test_tensor_without_elements_is_finite(folder: Path):
@@ -228,7 +226,7 @@ def test_model_with_a_nan_is_refused_before_its_weights_load(
     change(folder, lambda state: state[UP][7].fill_(float("nan")))
     monkeypatch.setattr(loading, "load_model", None)
     changes = {"adapter__type": "lora", "quantization__bits": bits}
-    with pytest.raises(InputError, match="holds NaN or infinite weights"):
+    with pytest.raises(InputError, match="has NaN or infinite weights"):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
 
 
@@ -289,7 +287,7 @@ def test_weights_of_a_hub_model_are_taken_from_its_cache_and_must_be_safetensors
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert weights.files("owner/name", None) == [snapshot / weight_files.ONE_FILE]
     (snapshot / weight_files.ONE_FILE).unlink()
-    with pytest.raises(InputError, match="owner/name has no weights in safetensors on the hub"):
+    with pytest.raises(InputError, match="owner/name has no safetensors weights on the hub"):
         weights.files("owner/name", None)
 
 
@@ -304,7 +302,7 @@ def test_merge_refuses_a_base_or_an_adapter_with_a_nan_and_a_base_that_lacks_a_t
     assert read().base == str(folder)
     whole = (folder / weight_files.ONE_FILE).read_bytes()
     change(folder, lambda state: state[UP][7].fill_(float("nan")))
-    with pytest.raises(InputError, match="holds NaN or infinite weights"):
+    with pytest.raises(InputError, match="has NaN or infinite weights"):
         read()
     (folder / weight_files.ONE_FILE).write_bytes(whole)
     change(folder, lambda state: state.pop(UP))
@@ -315,7 +313,7 @@ def test_merge_refuses_a_base_or_an_adapter_with_a_nan_and_a_base_that_lacks_a_t
     state = load_file(adapter)
     next(iter(state.values())).fill_(float("inf"))
     save_file(state, adapter)
-    with pytest.raises(InputError, match=r"adapter_model\.safetensors holds NaN or infinite weights"):
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors has NaN or infinite weights"):
         read()
 
 

@@ -46,7 +46,7 @@ def adapter_name_problems(
             f"{', '.join(sorted(modules))}."
         )
     if both := sorted(set(modules_to_save) & set(named)):
-        found.append(f"adapter: {', '.join(both)} stands in targets and in modules_to_save; take it out of one.")
+        found.append(f"adapter: {', '.join(both)} is in both targets and modules_to_save; remove it from one.")
     return found
 
 
@@ -54,9 +54,7 @@ def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
     """Keys of an adapter that is not asked for."""
     default = sections.Adapter()
     given = [key for key, value in adapter if value != getattr(default, key)] if adapter.type == "none" else []
-    return [
-        f"adapter.{key} is given, but adapter.type is none; set adapter.type to lora, or leave it out." for key in given
-    ]
+    return [f"adapter.{key} is set, but adapter.type is none; set adapter.type to lora, or remove it." for key in given]
 
 
 def question_problems(section: sections.Eval, held_out: object) -> list[str]:

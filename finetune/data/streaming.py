@@ -176,8 +176,8 @@ def vocabulary_problems(largest_token: int, vocabulary: int) -> list[str]:
     if largest_token < vocabulary:
         return []
     return [
-        f"The tokenizer gives token {largest_token}, but the model knows {vocabulary} tokens only; set model.tokenizer "
-        "to the model's own."
+        f"The tokenizer produces token {largest_token}, but the model's vocabulary has only {vocabulary} tokens; set "
+        "model.tokenizer to the model's own."
     ]
 
 

@@ -83,12 +83,12 @@ def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> li
     Returns:
         A line about each record that was damaged.
     """
-    (folder / "rejected.jsonl").unlink(missing_ok=True)  # told again by the reading of the data
+    (folder / "rejected.jsonl").unlink(missing_ok=True)  # the data, read again, rewrite it
     unread = complete_metrics(folder, step, metrics)
     lines = "1 line" if unread == 1 else f"{unread} lines"
     told = [f"{folder / 'metrics.jsonl'}: {lines} could not be read and were dropped"] if unread else []
     if (folder / "run.yaml").exists() and not read_run(folder):
-        told.append(f"{folder / 'run.yaml'} could not be read and is written anew")
+        told.append(f"{folder / 'run.yaml'} could not be read and is rewritten")
     return told
 
 
@@ -109,7 +109,7 @@ def identity_of_run(folder: Path) -> dict[str, Any]:
 
 
 def finished_steps(folder: Path) -> int:
-    """Optimizer steps of the run in this folder, if its own result lies in final/; else 0."""
+    """Optimizer steps of the run in this folder, if its own result is in final/; else 0."""
     result = read_run(folder / "final")
     own = "id" in result and result["id"] == identity_of_run(folder).get("id")
     return int(result["steps"]) if own else 0
@@ -147,7 +147,7 @@ class Journal:
         try:
             _append("".join(line + "\n" for line in self._waiting).encode(), self.path)
         except OSError as error:
-            reason = f"{self.path} cannot be written ({error.strerror or error}); its lines wait, and training goes on"
+            reason = f"{self.path} cannot be written ({error.strerror or error}); its lines are kept in memory, and training continues"
             sentences, self._told = [] if self._told else [reason], True
             return sentences
         self._waiting, self._told = [], False
@@ -156,7 +156,7 @@ class Journal:
     def close(self) -> list[str]:
         """Try once more to add the lines that wait; returns a sentence if they are lost."""
         self.append([])
-        return [f"{self.path} lacks its last {len(self._waiting)} lines, which could not be written"] * bool(
+        return [f"{self.path} is missing its last {len(self._waiting)} lines, which could not be written"] * bool(
             self._waiting
         )
 

@@ -124,7 +124,7 @@ def _conflicts(shape: ModelShape, kind: str, targets: str | Sequence[str], modul
     found = []
     if shape.tied and not everything and "lm_head" in targets and "embed_tokens" in saved:
         found.append(
-            "adapter: lm_head stands in targets and embed_tokens in modules_to_save, but they are one weight in this "
+            "adapter: lm_head is in targets and embed_tokens in modules_to_save, but they are one weight in this "
             "model; take one of them out."
         )
     if everything and is_mixture and kind == "dora":

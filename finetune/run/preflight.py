@@ -92,7 +92,7 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
 
 
 def folder_problems(cfg: sections.Run) -> list[str]:
-    """Why the run may not write where it is told to."""
+    """Why the run may not write to its output folder."""
     folder = Path(cfg.train.output_dir)
     named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
     return output_folder.problems(

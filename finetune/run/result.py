@@ -1,4 +1,4 @@
-"""What came of a run: its record completed, final/ written, and told to a person."""
+"""The result of a run: its record completed, final/ written, and a summary printed."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -26,7 +26,7 @@ class Resumption:
     launch: distributed.Strategy
     checkpoint: checkpoint.Checkpoint
     weights_only: bool
-    """The optimizer starts anew."""
+    """The optimizer starts from scratch."""
     is_same_run: bool
     """The checkpoint is this output folder's own, so that its records go on."""
 

@@ -64,7 +64,9 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
     except InputError as error:
         why = " ".join(error.problems)
         if cfg.train.micro_batch_size == "auto":
-            raise InputError(f"train.micro_batch_size: auto is up to the planner. {why} Set it to a number.") from error
+            raise InputError(
+                f"train.micro_batch_size: auto lets the planner choose. {why} Set it to a number."
+            ) from error
         sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes)
         return Planned(None, [f"plan: none. {why}"], sizes)
     refuse_if_any(plan.problems() if cfg.train.plan_check == "on" else [])

@@ -1,4 +1,4 @@
-"""One optimizer step and what is told of it.
+"""One optimizer step, and its figures.
 
 ``loss`` (what is learnt), ``step`` (gradients, and the optimizer's step), ``memory_check`` (the heaviest micro-batch,
 before training), ``evaluation`` (held-out loss and answers), ``meter`` (the figures of each step).

@@ -31,7 +31,7 @@ def check_memory(
     Args:
         optimizer_bytes: of state that the optimizer of this process has yet to make: kept occupied meanwhile. DeepSpeed
             makes its own when it prepares.
-        what: names the batch, to be told if it does not fit.
+        what: names the batch, for the error if it does not fit.
         advice: what to change then.
 
     Raises:
