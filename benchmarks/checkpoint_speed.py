@@ -79,7 +79,7 @@ def prepared_run(model_folder: Path, folder: Path, *, seed: int) -> tuple[Any, A
         max_grad_norm=1.0,
         optimizer="adamw",
         weights="fp32_master",
-        largest_parameter=partial(loading.largest_parameter, config, False),
+        largest_parameter=lambda: max(p.numel() for p in loading.without_weights(config, False).parameters()),
         offload_folder=folder,
     )
     with distributed.loading(accelerator, strategy, whole=True, by_every_process=False):

@@ -17,7 +17,7 @@ from finetune.distributed import Strategy
 from finetune.optim.schedule import learning_rate
 from finetune.run.entry import run
 from finetune.run.inputs import batches_of, load_rows, load_tokenizer
-from finetune.run.preflight import check
+from finetune.run.preflight import as_restarted, check
 from finetune.run.resumption import is_finished
 from finetune.run.session import Session
 from finetune.training.loss import next_token_loss_sum
@@ -30,6 +30,7 @@ class Config(sections.Recipe):
 
 def main(cfg: Config) -> None:
     launch = Strategy.from_environment()
+    cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
     spec = check(cfg, launch)  # all that can be refused before anything is loaded or written
 
     tokenizer = load_tokenizer(cfg.model, cfg.data)

@@ -8,7 +8,7 @@ from finetune.data.collation import IGNORED
 from finetune.distributed import Strategy
 from finetune.optim.schedule import learning_rate
 from finetune.run.inputs import batches_of, load_rows, load_tokenizer
-from finetune.run.preflight import check
+from finetune.run.preflight import as_restarted, check
 from finetune.run.session import Session
 from finetune.training.step import backward, step_if_finite
 
@@ -30,6 +30,7 @@ def loss_sum(model: torch.nn.Module, micro_batch: tuple) -> torch.Tensor:
 
 def main(cfg: Config) -> None:
     launch = Strategy.from_environment()
+    cfg = as_restarted(cfg, launch)
     spec = check(cfg, launch)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     rows, held_out = load_rows(cfg.data, tokenizer, spec)

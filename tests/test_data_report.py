@@ -484,12 +484,12 @@ class TestVerb:
         path = write_rows(tmp_path / "rows.jsonl", rows)
         arguments = configure(str(path))
         assert commands.main(arguments) == 2
-        lines = re.sub(r"\s+", " ", capsys.readouterr().out)
+        shown = squeezed(capsys.readouterr().out)
         named = [f"{path}:{line}: there is no assistant turn" for line in range(2, 27)]
-        assert [name in lines for name in named] == [True] * 10 + [False] * 15
-        assert "25 in total: 25 rejected and 0 dropped; see" in lines
-        assert lines.endswith("--data.on_bad_row skip. ")
-        assert "would refuse these data: 25 rows cannot be used" in lines
+        assert [squeezed(name) in shown for name in named] == [True] * 10 + [False] * 15
+        assert squeezed("25 in total: 25 rejected and 0 dropped; see") in shown
+        assert shown.endswith(squeezed("--data.on_bad_row skip."))
+        assert squeezed("would refuse these data: 25 rows cannot be used") in shown
         listed = as_json(arguments, capsys, exit_code=2)
         assert [f"{entry['source']}: {entry['reason']}"[: len(named[0])] for entry in listed["left_out"][:8]] == named[
             :8

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import scenarios
@@ -24,7 +25,9 @@ from finetune.errors import InputError, RunInterrupted, RunStopped
 from finetune.export.checkpoint_export import export
 from finetune.optim.schedule import learning_rate
 from finetune.output import run_files
+from finetune.run import session
 from finetune.training import evaluation, loss
+from finetune.training.meter import Meter
 from recipes import sft
 
 STEPS = 4
@@ -296,6 +299,26 @@ def test_lines_that_wait_until_the_end_are_tried_again_and_their_loss_is_said(tm
     assert path.read_text() == "1\n2\n"
 
 
+class LateMeter(Meter):
+    """As on a GPU, where a step is read with the next one."""
+
+    def update(self, **step: Any) -> list[dict[str, Any]]:
+        before = self.flush()
+        with mock.patch.object(self, "flush", list):
+            super().update(**step)
+        return before
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_last_step_is_read_where_nothing_is_saved_or_evaluated_after_it(
+    steps: int, train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "Meter", LateMeter)
+    run = train(train__steps=steps, checkpoint__every=0, checkpoint__at_end=False)
+    assert [line["step"] for line in timeless(run)] == list(range(1, steps + 1))
+    assert f"optimizer steps: {steps}" in (run / "final" / "README.md").read_text()
+
+
 def test_line_that_could_not_be_written_is_added_before_the_result(
     train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -308,7 +331,8 @@ def test_line_that_could_not_be_written_is_added_before_the_result(
 
     monkeypatch.setattr(run_files, "_append", full_disk)
     run = train()
-    assert "metrics.jsonl cannot be written (No space left on device); its lines wait" in capsys.readouterr().out
+    said = "metrics.jsonl cannot be written (No space left on device); its lines are kept in memory"
+    assert said in capsys.readouterr().out
     assert [line["step"] for line in timeless(run)] == [1, 2, 3, 4]
 
 

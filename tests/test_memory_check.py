@@ -62,7 +62,7 @@ def check(loss_of: Any, **changes: Any) -> torch.nn.Module:
     }
     before = torch.random.get_rng_state()
     memory_check.check_memory(
-        accelerator, model, optimizer, lambda model, _: loss_of(model), None, **(values | changes)
+        accelerator, model, optimizer, lambda model, _: loss_of(model), dict, **(values | changes)
     )
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not optimizer.state

@@ -17,6 +17,8 @@ pytest_plugins = ["pytester"]
 @pytest.mark.slow  # not by itself: a commit need not wait for `make prove`
 @pytest.mark.parametrize("matrix", proofs.MATRICES)
 def test_proof_is_of_the_present_sources(matrix: str):
+    if matrix not in proofs.read():
+        pytest.skip(f"{matrix} was not proven yet; run `make prove`")
     assert proofs.problem(matrix) is None
 
 
@@ -29,7 +31,8 @@ def test_every_test_file_with_points_that_are_left_to_make_prove_is_a_matrix():
     leaving = {
         path.stem
         for path in proofs.TESTS.glob("test_*.py")
-        if path != Path(__file__) and re.search(r"\bcovered\(\w+\)|mark\.prove\b", path.read_text())
+        if path != Path(__file__)
+        and re.search(r"^from covering import covered\b|mark\.prove\b", path.read_text(), re.MULTILINE)
     }
     assert leaving - {"test_covering"} == set(proofs.MATRICES)
 
@@ -150,6 +153,7 @@ def test_alone(left):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "body", "teardown", "recorded"),
     [

@@ -401,7 +401,7 @@ def test_link_in_the_place_of_an_earlier_result_is_left_aside(
 def test_lines_wait_while_their_folder_is_gone(tmp_path: Path):
     journal, path = run_files.Journal(tmp_path / "folder" / "lines.jsonl"), tmp_path / "folder" / "lines.jsonl"
     (problem,) = journal.append(["1"])
-    assert "cannot be written (No such file or directory); its lines wait" in problem
+    assert "cannot be written (No such file or directory); its lines are kept in memory" in problem
     assert journal.append(["2"]) == []
     path.parent.mkdir()
     assert journal.append(["3"]) == []

@@ -144,6 +144,17 @@ def test_random_weights_take_the_place_of_those_that_a_folder_has(folder: Path):
     assert all(torch.equal(value, drawn[name]) for name, value in model.state_dict().items())
 
 
+def test_model_of_random_weights_is_saved_in_the_dtype_that_its_configuration_names(
+    folder: Path, conversations: Path, tmp_path: Path
+):
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"train__steps": 1, "model__random_weights": True}
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
+    saved = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
 def test_part_that_the_index_names_and_the_folder_lacks_is_named(folder: Path, train: Callable[..., Any]):
     (folder / weight_files.ONE_FILE).rename(folder / "model-00001-of-00002.safetensors")
     parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -266,7 +277,7 @@ def test_weights_that_transformers_would_read_from_elsewhere_are_refused(folder:
         train(folder)
     path.write_text(text)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
-    with pytest.raises(InputError, match=r"holds adapter_config\.json beside a model"):
+    with pytest.raises(InputError, match=r"contains adapter_config\.json beside a model"):
         train(folder)
 
 

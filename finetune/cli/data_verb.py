@@ -134,6 +134,8 @@ def problems_of_a_run(
 ) -> list[str]:
     """Why a run would refuse these data on this machine, by the run's own functions."""
     launch = distributed.Strategy.from_environment()
+    if launch.mixed_precision not in distributed.DTYPES:
+        return [distributed.precision_problem(launch.mixed_precision)]
     found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
     found += model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
     found += row_problems(rows, held_out, cfg.data, spec)

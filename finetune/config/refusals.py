@@ -33,7 +33,7 @@ def adapter_name_problems(
         modules: last names of all of its modules.
     """
     named = [targets] if isinstance(targets, str) else list(targets)
-    unknown = [name for name in named if name not in linear]
+    unknown = [name for name in named if name not in linear or isinstance(targets, str)]  # names come as a list
     found = []
     if targets != "all-linear" and (unknown or not named):
         found.append(

@@ -53,17 +53,20 @@ from finetune.distributed.sharded_state import (
 )
 from finetune.distributed.sharding import sharding_of
 from finetune.distributed.strategy import (
+    DTYPES,
     Strategy,
     compute_dtype,
     describe,
     launcher_of,
     native_precision,
+    precision_problem,
     problems,
     was_restarted,
 )
 from finetune.distributed.weight_loading import loading, loading_device
 
 __all__ = [
+    "DTYPES",
     "Interruption",
     "Piece",
     "Strategy",
@@ -87,6 +90,7 @@ __all__ = [
     "optimizer_steps",
     "peak_flops_of",
     "pieces",
+    "precision_problem",
     "prepare",
     "prepare_import",
     "problems",

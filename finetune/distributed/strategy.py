@@ -141,7 +141,7 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
         )
     if strategy.mixed_precision not in DTYPES:
-        found.append(f"mixed_precision {strategy.mixed_precision} is not supported; launch with bf16, fp16 or no.")
+        found.append(precision_problem(strategy.mixed_precision))
     elif strategy.mixed_precision == "fp16" and strategy.rehearsal:
         found.append("fp16 needs a GPU; launch with --mixed_precision bf16 or --mixed_precision no.")
     elif strategy.mixed_precision == "bf16" and not strategy.rehearsal and native_precision() != "bf16":
@@ -151,6 +151,11 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
     if strategy.is_deepspeed:
         found += deepspeed_ops.problems(nvme=strategy.name.endswith("_nvme"))
     return found
+
+
+def precision_problem(mixed_precision: str) -> str:
+    """Why a launch cannot compute in a precision that is none of ``DTYPES``."""
+    return f"mixed_precision {mixed_precision} is not supported; launch with bf16, fp16 or no."
 
 
 def compute_dtype(strategy: Strategy, weights: str) -> torch.dtype:

@@ -208,11 +208,6 @@ def recompute_activations(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def largest_parameter(config: PreTrainedConfig, trust_remote_code: bool) -> int:
-    """Elements of the largest parameter, from the model's shapes alone."""
-    return max(parameter.numel() for parameter in without_weights(config, trust_remote_code).parameters())
-
-
 def load_model(
     path: str,
     config: PreTrainedConfig,
@@ -246,7 +241,8 @@ def load_model(
         if random_weights:
             torch.manual_seed(seed)
             # drawn in fp32, so that a seed means the same weights in every precision
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+            own = copy.deepcopy(config)  # which transformers writes the dtype into
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, **common)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
             if bits:

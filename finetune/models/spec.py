@@ -60,6 +60,11 @@ class ModelSpec:
         """The model's modules without weights, on the meta device."""
         return loading.without_weights(self.config, self.section.trust_remote_code)
 
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the model's largest parameter."""
+        return max(parameter.numel() for parameter in self.skeleton.parameters())
+
     @cached_property
     def quantised_bytes(self) -> int:
         """Bytes of the quantised model; 0 where it is not quantised."""

@@ -34,3 +34,8 @@ def learning_rate(step: int, *, total_steps: int, peak: float, schedule: str, wa
     if schedule == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
     raise ValueError(f"schedule {schedule!r} is not one of constant, linear, cosine")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; never, for 0."""
+    return every > 0 and step % every == 0

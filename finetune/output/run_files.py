@@ -147,7 +147,8 @@ class Journal:
         try:
             _append("".join(line + "\n" for line in self._waiting).encode(), self.path)
         except OSError as error:
-            reason = f"{self.path} cannot be written ({error.strerror or error}); its lines are kept in memory, and training continues"
+            why = error.strerror or error
+            reason = f"{self.path} cannot be written ({why}); its lines are kept in memory, and training continues"
             sentences, self._told = [] if self._told else [reason], True
             return sentences
         self._waiting, self._told = [], False
@@ -202,7 +203,7 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     """The README.md of final/: what it was made from and how."""
     of_last = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     loss = f"- loss of the last step: {of_last}\n"
-    if "eval_loss" in metrics:
+    if "eval_loss" in metrics and "eval_loss" in run:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
     if "exact_match" in run:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
@@ -275,7 +276,7 @@ def save_final(
             write_run(temporary, record)
         except (OSError, SafetensorError) as error:
             raise RunStopped(
-                f"{folder / 'final'} could not be written ({error}); make room, and go on from the newest "
+                f"{folder / 'final'} could not be written ({error}); free some space, and resume from the newest "
                 "checkpoint with --checkpoint.resume auto."
             ) from error
     if adapter_alone and card is not None:

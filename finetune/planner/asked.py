@@ -129,7 +129,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         machines=machines,
         base=read.setting(read.method),
         global_batch_size=batch,
-        mean_document_tokens=options.document_tokens or read.longest_row_tokens,
+        mean_document_tokens=min(options.document_tokens or read.longest_row_tokens, read.longest_row_tokens),
         methods=methods,
         strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
         checkpointing=read.checkpointing,
@@ -163,6 +163,7 @@ def setting_alone(arguments: Sequence[str], options: Options) -> tuple[dict[str,
         InputError: see ``asked``; and without a strategy for several GPUs.
     """
     read = _read(arguments, options)
+    refuse_if_any(planner_problems(read.cfg.model.attention))
     model_config = read_config(read.cfg.model.path, read.cfg.model.revision)
     if model_config.get("model_type") in {*FAMILIES, *NESTED}:
         return None

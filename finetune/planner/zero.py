@@ -223,7 +223,7 @@ def _stage_3(
     host = sum(terms.values()) + kept * share if offload == "host" else 0
     if offload == "disk":
         # gradients accumulate in host memory (S3:791); the rest passes through buffers as large as the largest
-        # (utils of swap_tensor/optimizer_utils.py:185; the size of the weights' is set by strategy/setup.py)
+        # (utils of swap_tensor/optimizer_utils.py:185; the size of the weights' is set by distributed/setup.py)
         host = kept * share + width * SWAP_BUFFERS["weights"] * max([*everything, *frozen])
         host += kept * SWAP_BUFFERS["optimizer"] * flat
     return ZeroBytes(

@@ -10,7 +10,6 @@ from finetune import distributed, start_up
 from finetune.config.command_line import parse
 from finetune.config.sections import Run
 from finetune.errors import InputError, RunInterrupted, RunStopped
-from finetune.run.preflight import as_restarted
 from finetune.start_up import is_first_process
 
 Config = TypeVar("Config", bound=Run)
@@ -32,7 +31,7 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
     """
     start_up.end_at_once()
     try:
-        main(as_restarted(parse(config_class, sys.argv[1:])))
+        main(parse(config_class, sys.argv[1:]))
     except RunInterrupted as ended:  # on all processes at once
         if is_first_process():
             print(ended, file=sys.stderr)

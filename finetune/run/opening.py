@@ -35,7 +35,7 @@ def join(
         max_grad_norm=cfg.train.max_grad_norm,
         optimizer=cfg.train.optimizer,
         weights=cfg.train.weights,
-        largest_parameter=lambda: max(parameter.numel() for parameter in spec.skeleton.parameters()),
+        largest_parameter=lambda: spec.largest_parameter,
         offload_folder=offload_folder,
     )
 
@@ -90,7 +90,7 @@ def introduction(
     lines = [distributed.describe(launch)]
     if cfg.model.random_weights:
         seed = cfg.train.seed
-        lines.append(f"random weights drawn from seed {seed}, as model.random_weights asks: nothing learnt yet")
+        lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")
     lines += batches.describe() + plan_lines
     if held_out:
         lines.append(dataset.describe(held_out, "held-out"))

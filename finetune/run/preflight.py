@@ -1,7 +1,7 @@
 """Everything about a run that can be refused before it loads or writes anything, in the order in which it is known.
 
-``check`` (configuration, launch, folder, model), then ``check_rows`` (the rows, as the model takes them). ``finetune
-data`` calls the same functions for what it looks at. What a configuration alone tells stands in
+``check`` (configuration, launch, folder, model), then ``row_problems`` (the rows, as the model takes them). ``finetune
+data`` calls the same functions for what it looks at. What a configuration alone shows is in
 ``finetune.config.refusals`` and ``config.compatibility``, which ``finetune plan`` shares: it imports no PyTorch.
 """
 
@@ -104,7 +104,7 @@ def folder_problems(cfg: sections.Run) -> list[str]:
 
 
 def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> list[str]:
-    """Why the model cannot be had as it is asked for, or cannot take rows that are packed.
+    """Why the model cannot be loaded as requested, or cannot take rows that are packed.
 
     Args:
         dtype: in which it computes.
@@ -148,7 +148,8 @@ def row_problems(train: Rows | None, held_out: Rows | None, data: sections.Data,
 def held_out_problems(entries: Sequence[Source]) -> list[str]:
     """Weights in data.eval, where they would mean nothing: the loss is that of every held-out row."""
     return [
-        f"data.eval: {entry.path} has the weight {entry.weight:g}, but held-out rows count once each; take it out."
+        f"data.eval: {entry.path} has the weight {entry.weight:g}, but held-out rows count once each; remove the "
+        "weight."
         for entry in entries
         if entry.weight != 1
     ]
@@ -160,7 +161,7 @@ def vocabulary_problems(read: Sequence[Rows | None], vocabulary: int) -> list[st
     return streaming.vocabulary_problems(largest, vocabulary)
 
 
-def as_restarted(cfg: Configuration) -> Configuration:
+def as_restarted(cfg: Configuration, launch: distributed.Strategy) -> Configuration:
     """The configuration of a process that its launcher started in place of one that died: it resumes what that began.
 
     Another launch finds the configuration as it is.
@@ -168,7 +169,7 @@ def as_restarted(cfg: Configuration) -> Configuration:
     if not distributed.was_restarted():
         return cfg
     began_by = run_files.identity_of_run(Path(cfg.train.output_dir)).get("launcher")
-    if began_by != distributed.launcher_of(distributed.Strategy.from_environment()):
+    if began_by != distributed.launcher_of(launch):
         return cfg
     return cfg.model_copy(
         update={

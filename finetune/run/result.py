@@ -112,6 +112,7 @@ def tell(
     if shown:
         screen.answers(before, shown)
     if adapter_alone:
-        screen.say(f"The adapter is in {folder / 'final'}; a model of its own: finetune merge {folder} --output DIR")
+        merge = f"finetune merge {folder} --output DIR"
+        screen.say(f"The adapter is in {folder / 'final'}; to make a standalone model: {merge}")
     else:
         screen.say(f"The fine-tuned model is in {folder / 'final'}")

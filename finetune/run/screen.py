@@ -95,7 +95,9 @@ class Screen:
         if "not_finite" in metrics:
             rows = metrics["rows"]
             named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
-            self.say(f"step {step}: the {metrics['not_finite']} is not finite, so the step was left out; rows {named}")
+            self.say(
+                f"step {step}: the {metrics['not_finite']} is not finite, so the step was skipped; its rows: {named}"
+            )
         if "eval_loss" in metrics:
             self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
 
@@ -105,5 +107,5 @@ class Screen:
         for column in ("prompt", "before", "after"):
             table.add_column(column, ratio=1, overflow="fold")
         for question, answer in after.items():
-            table.add_row(*(escape(text) for text in (question, before.get(question, "(was not asked)"), answer)))
+            table.add_row(*(escape(text) for text in (question, before.get(question, "(not asked)"), answer)))
         self.console.print(table)

@@ -39,6 +39,7 @@ from finetune.models import loading, weights
 from finetune.models.flops import training_flops_per_token
 from finetune.models.spec import ModelSpec
 from finetune.optim.optimizer import state_bytes
+from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.run import model_setup, opening, result
 from finetune.run.logbook import Logbook
@@ -121,7 +122,10 @@ class Session:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
+        try:
+            return self._open.__exit__(*error)
+        finally:  # no cycle is left that would hold the GPU's memory until garbage is collected, in a notebook
+            vars(self).clear()
 
     def load_model(self) -> Any:
         """The model with its adapter, as the strategy loads it.
@@ -148,7 +152,7 @@ class Session:
         return model
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """The optimizer over the model's trained parameters."""
+        """Over the model's trained parameters."""
         return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.train)
 
     def prepare(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
@@ -223,7 +227,7 @@ class Session:
             self.model,
             self.optimizer,
             self.loss_sum,
-            self.collate(heaviest, self.accelerator.device),
+            lambda: self.collate(heaviest, self.accelerator.device),
             optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer),
             what=describe_batch(heaviest),
             advice=advice_on_memory(self.cfg, self.launch.world_size),
@@ -284,7 +288,7 @@ class Session:
         evaluates = bool(self.held_out) and not signal and self._evaluates_after(step)
         is_last = step == self.batches.steps
         saves = signal or (self.cfg.checkpoint.at_end and is_last) or is_due(step, self.cfg.checkpoint.every)
-        if evaluates or saves:
+        if evaluates or saves or is_last:  # on a GPU a step is read with the next one, which there may not be
             finished += self.meter.flush()
         if save_failed:
             self.saver.give_up()
@@ -295,8 +299,7 @@ class Session:
             self.meter.restart_clock()
         self.logbook.write(finished)
         self.finished = finished
-        if signal:
-            ending = self._last_checkpoint()
+        ending = self._last_checkpoint() if signal else ""
         for problem in self.saver.problems():
             self.screen.say(problem)
         if signal:
@@ -393,8 +396,3 @@ class Session:
         before = self.progress.answers
         result.tell(self.screen, self.folder, self.record, self.plan, before, shown, adapter_alone=adapter_alone)
         distributed.finish(self.accelerator, self.launch, self.offload_folder)
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether a step is one of every so many; never, for 0."""
-    return every > 0 and step % every == 0

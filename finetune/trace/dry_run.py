@@ -14,8 +14,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedConfig
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeStore, FakeTensorMode
-from finetune.compat.fake_tensors import without_modes as _disable_current_modes
+from finetune.compat.fake_tensors import FakeStore, FakeTensorMode, without_modes
 from finetune.config.compatibility import Cell, refusal
 from finetune.data.collation import document_bounds
 from finetune.distributed.launch_environment import launch_environment
@@ -214,7 +213,7 @@ def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
     if not setting.packing:
         shape = (setting.micro_batch_size, setting.row_tokens)
         return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
-    with _disable_current_modes():  # the bounds of documents are read
+    with without_modes():  # the bounds of documents are read
         bounds = document_bounds([setting.row_tokens] * setting.micro_batch_size, torch.device("cpu"))
     return torch.zeros(1, setting.tokens, dtype=torch.int64), {
         "input_ids": torch.zeros(1, setting.tokens, dtype=torch.int64),

@@ -112,7 +112,7 @@ def questions(
     """What to answer: given texts, or the first held-out rows up to their last answer.
 
     Args:
-        compared: ask every held-out row, and hold the answer against the row's own.
+        compared: ask every held-out row, and compare the answer with the row's own.
 
     Raises:
         InputError: if no held-out row can be asked.
@@ -131,8 +131,8 @@ def questions(
         if compared:
             key, instead = "exact_match", "set it to false"
         raise InputError(
-            f"eval.{key} asks for answers to held-out questions, but no held-out row has a whole answer that can be "
-            f"told from its question (plain texts, data.train_on all, or rows cut at data.max_length); {instead}."
+            f"eval.{key} asks for answers to held-out questions, but no held-out row has a complete answer that can be "
+            f"separated from its question (plain texts, data.train_on all, or rows cut at data.max_length); {instead}."
         )
     names = {question.name for question in asked}
     for number, row in enumerate(rows, start=1):
@@ -153,7 +153,7 @@ def exact_match(asked: Sequence[Question], answered: Mapping[str, str]) -> float
 
 
 def shown(asked: Sequence[Question], answered: Mapping[str, str], prompts: int | list[str]) -> dict[str, str]:
-    """Answers for a person to read. Of compared ones so many as are asked for, as often right as all of them are.
+    """Answers for a person to read. Of compared ones as many as requested, as often right as all of them are.
 
     Of 36 compared answers of which 27 are right, 4 are the first three right ones and then the first wrong one.
     """

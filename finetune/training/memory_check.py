@@ -4,6 +4,7 @@ It leaves no trace: the loss is multiplied by zero, so that gradients which a st
 buffers are zero; the others are dropped; random states are restored; no optimizer steps.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def check_memory(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_sum: LossSum,
-    micro_batch: Any,
+    make_micro_batch: Callable[[], Any],
     *,
     optimizer_bytes: int,
     what: str,
@@ -29,6 +30,7 @@ def check_memory(
     """Compute the loss of a micro-batch and its gradients, and drop them.
 
     Args:
+        make_micro_batch: puts it on the GPU, which may have no room for it either.
         optimizer_bytes: of state that the optimizer of this process has yet to make: kept occupied meanwhile. DeepSpeed
             makes its own when it prepares.
         what: names the batch, for the error if it does not fit.
@@ -43,6 +45,7 @@ def check_memory(
     try:
         with torch.random.fork_rng(gpus):
             occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
+            micro_batch = make_micro_batch()
             if engine is None:
                 accelerator.backward(loss_sum(model, micro_batch) * 0)
             else:  # not as Accelerate does it, for it would step
@@ -53,7 +56,7 @@ def check_memory(
         free, total = torch.cuda.mem_get_info() if gpus else (0, 0)
         held = torch.cuda.memory_allocated() / GIB if gpus else 0.0
         raise InputError(
-            f"{what} does not fit on the GPU: {held:.1f} of {total / GIB:.1f} GiB were held when it asked for more "
+            f"{what} does not fit on the GPU: {held:.1f} of {total / GIB:.1f} GiB were in use when it needed more "
             f"({str(error).splitlines()[0]}), with {free / GIB:.1f} GiB free. {advice}"
         ) from error
     if engine is None:

@@ -89,8 +89,8 @@ class Meter:
         if self.counters["skipped_in_a_row"] > MOST_SKIPPED_IN_A_ROW:
             raise RunStopped(
                 f"step {step}: the gradients of {self.counters['skipped_in_a_row']} steps in a row overflowed in fp16, "
-                f"so nothing is learnt and the run stops; {self.last_checkpoint()}. Launch with --mixed_precision bf16 "
-                "or no, or lower train.learning_rate."
+                f"so the model is not learning and the run stops; {self.last_checkpoint()}. Launch with "
+                "--mixed_precision bf16 or no, or lower train.learning_rate."
             )
         known = {
             "step": step,
