@@ -495,7 +495,9 @@ def test_full_fine_tuning_of_a_published_quantised_model_is_refused_before_weigh
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", f"load_in_{stored_bits}bit": True}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"Weights in {stored_bits} bits are frozen .* set adapter\.type to lora"):
+    with pytest.raises(
+        ValueError, match=rf"Weights quantised to {stored_bits} bits are frozen .* set adapter\.type to lora"
+    ):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run"))
 
 

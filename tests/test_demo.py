@@ -52,7 +52,7 @@ def test_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_o
     assert result.stdout.count("├") == 3  # four answers in the table
     assert result.stdout.count("(expected:") == 4 - round(4 * matches["after"])  # as often wrong as all are
     assert f"The adapter is in {tmp_path / 'demo' / 'final'}" in result.stdout
-    assert all(len(line) <= 100 for line in result.stdout.splitlines() if "lies in" not in line)
+    assert all(len(line) <= 100 for line in result.stdout.splitlines() if "The adapter is in" not in line)
 
 
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):

@@ -160,7 +160,7 @@ def test_alone(left):
         ([], "pass", "pass", True),
         (["-m", "not prove"], "pass", "pass", False),
         (["-k", "point"], "pass", "pass", False),
-        (["test_parity.py::test_point"], "pass", "pass", False),
+        (["test_walked.py::test_point"], "pass", "pass", False),
         ([], "assert point != 2", "pass", False),
         ([], "assert point == 1", "pass", False),
         ([], "point == 3 and pytest.skip('not here')", "pass", False),
@@ -178,14 +178,15 @@ def test_matrix_is_recorded_only_if_every_point_of_it_ran_and_passed(
 ):
     written: dict[str, int] = {}
     monkeypatch.setattr(proofs, "write", written.__setitem__)
+    monkeypatch.setitem(proofs.MATRICES, "test_walked", "points")  # no module that this process may have imported
     pytester.makeini("[pytest]\nmarkers =\n    prove: a point\n")
     pytester.makeconftest(
         "from recording import Recorder\ndef pytest_configure(config):\n    config.pluginmanager.register(Recorder())\n"
     )
-    pytester.makepyfile(test_parity=POINTS.format(body=body, teardown=teardown), test_other="def test_a():\n    pass\n")
+    pytester.makepyfile(test_walked=POINTS.format(body=body, teardown=teardown), test_other="def test_a():\n    pass\n")
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
-    assert written == ({"test_parity": 4} if recorded else {})
-    told = r"test_parity: all 4 points passed; recorded\." if recorded else r"of \d points passed; not recorded\."
+    assert written == ({"test_walked": 4} if recorded else {})
+    told = r"test_walked: all 4 points passed; recorded\." if recorded else r"of \d points passed; not recorded\."
     named = any("::" in argument for argument in arguments)
     assert bool(re.search(told, result.stdout.str())) is not named
 
