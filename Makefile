@@ -1,5 +1,5 @@
 # make demo   fine-tune SmolLM2-135M and compare its answers before and after
-# make check  before each commit, in 3 minutes: formatting, lint, types, and the tests that start no processes
+# make check  before each commit, in a few minutes: formatting, lint, types, and the tests that start no processes
 # make test   formatting, lint, types and tests, of which matrices are thinned out to every pair of their settings
 # make prove  every point of the matrices; records in benchmarks/results what is proven, and of which sources, and
 #             measures the manual's tables of strategies and of resumed runs anew
