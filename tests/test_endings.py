@@ -340,7 +340,7 @@ def test_line_that_could_not_be_written_is_added_before_the_result(
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factors: list[float]) -> None:
-    """Multiply the losses, one call after the other; the first is the rehearsal's."""
+    """Multiply the losses, one call after the other; the first is the memory check's."""
     original, left = loss.token_loss_sum, iter(factors)
     monkeypatch.setattr(loss, "token_loss_sum", lambda logits, tokens: original(logits, tokens) * next(left))
 

@@ -31,7 +31,7 @@ def with_gradients_of_nan(loss: torch.Tensor) -> torch.Tensor:
 
 
 def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: set[int], config: Any) -> dict[str, Any]:
-    """Run the recipe; the losses of these calls are spoiled, on the last process only. The rehearsal is call 0."""
+    """Run the recipe; the losses of these calls are spoiled, on the last process only. The memory check is call 0."""
     original, calls = loss.token_loss_sum, iter(range(10**6))
     strategy = distributed.Strategy.from_environment()
     is_last = strategy.rank == strategy.world_size - 1

@@ -47,20 +47,13 @@ class _Read:
 
     def setting(self, method: Method) -> Setting:
         """What all ways to train have in common."""
-        adapter, data, train = self.cfg.adapter, self.cfg.data, self.cfg.train
-        return Setting(
-            world_size=self.machines.world_size,
+        return Setting.of(
+            self.cfg,
             adapter=method.adapter,
             bits=method.bits,
-            rank=adapter.rank,
-            dropout=adapter.dropout,
-            targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
-            modules_to_save=tuple(adapter.modules_to_save),
-            optimizer=train.optimizer,
-            weights=train.weights,
+            world_size=self.machines.world_size,
             precision=self.precision,
             row_tokens=self.longest_row_tokens,
-            packing=data.packing,
         )
 
     @property

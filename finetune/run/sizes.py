@@ -1,6 +1,6 @@
 """What a run will take, and what of its sizes is left to the planner: micro-batch and activation checkpointing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune import distributed, planner
@@ -74,7 +74,7 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
 
 
 def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batches: Batches | Stream) -> RunPlan:
-    adapter, train = cfg.adapter, cfg.train
+    train = cfg.train
     refuse_if_any(planner_problems(cfg.model.attention))
     if launch.replicas > 1 and launch.replicas != REPLICAS:
         raise InputError(f"The planner does not know {launch.replicas} replicas.")
@@ -83,23 +83,17 @@ def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batc
         "micro_batch_size": None if train.micro_batch_size == "auto" else train.micro_batch_size,
         "activation_checkpointing": None if train.activation_checkpointing == "auto" else train.recomputes,
     }
+    setting = Setting.of(
+        cfg,
+        adapter=cfg.adapter.type,
+        bits=spec.quantised_bits,
+        world_size=launch.world_size,
+        precision=launch.mixed_precision,
+        row_tokens=longest,
+    )
     return planner.plan_run(
         spec.config.to_dict(),
-        Setting(
-            strategy=launch.name,
-            world_size=launch.world_size,
-            bits=spec.quantised_bits,
-            adapter=adapter.type,
-            rank=adapter.rank,
-            dropout=adapter.dropout,
-            targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
-            modules_to_save=tuple(adapter.modules_to_save),
-            optimizer=train.optimizer,
-            weights=train.weights,
-            precision=launch.mixed_precision,
-            row_tokens=longest,
-            packing=cfg.data.packing,
-        ),
+        replace(setting, strategy=launch.name),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
         mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens,

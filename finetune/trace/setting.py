@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from finetune.config import sections
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -35,6 +37,33 @@ class Setting:
     packing: bool = False
     accumulation: int = 1
     """Micro-batches of one process in an optimizer step."""
+
+    @classmethod
+    def of(
+        cls, cfg: sections.Run, *, adapter: str, bits: int | None, world_size: int, precision: str, row_tokens: int
+    ) -> "Setting":
+        """A configuration's, under the strategy ``single`` and with micro-batches of one row, until they are chosen.
+
+        Args:
+            adapter, bits: those of the configuration, or others to compare it with.
+            precision: the launch's mixed precision.
+            row_tokens: of the longest row.
+        """
+        targets, train = cfg.adapter.targets, cfg.train
+        return cls(
+            world_size=world_size,
+            adapter=adapter,
+            bits=bits,
+            rank=cfg.adapter.rank,
+            dropout=cfg.adapter.dropout,
+            targets=targets if isinstance(targets, str) else tuple(targets),
+            modules_to_save=tuple(cfg.adapter.modules_to_save),
+            optimizer=train.optimizer,
+            weights=train.weights,
+            precision=precision,
+            row_tokens=row_tokens,
+            packing=cfg.data.packing,
+        )
 
     @property
     def tokens(self) -> int:
