@@ -318,7 +318,7 @@ def too_slow(speed: dict[str, Any]) -> list[str]:
     """A sentence for each run of TRL on one process that took not much longer than ours, or did other work."""
     broken = [
         f"{name} took only {found['times_ours']:.2f} times as long as ours, and {FASTER:g} times is the bound; profile "
-        "finetune.data.preparation."
+        "finetune.data.rows."
         for name, found in speed["summary"].items()
         if name not in (NAMES["ours"], NAMES["trl_2"]) and not found["times_ours"] >= FASTER
     ]

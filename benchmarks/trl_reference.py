@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from finetune.cli.demo_model import demo_model
 from finetune.config import sections
 from finetune.data import dataset, sources
-from finetune.data.collation import IGNORED
+from finetune.data.batches import IGNORED
 from finetune.data.encoding import Row
 from finetune.data.encoding_workers import Settings
 from finetune.data.rows import Rows

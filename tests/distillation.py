@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from finetune.config import sections
-from finetune.data.collation import IGNORED
+from finetune.data.batches import IGNORED
 from finetune.distributed import Strategy
 from finetune.optim.schedule import learning_rate
 from finetune.run.inputs import batches_of, load_rows, load_tokenizer

@@ -182,7 +182,7 @@ def _watch(launch: Launch, rank: int) -> None:
     """Have the recipe tell of its steps, rows and files, and write them as slowly as the launch says."""
     from finetune import checkpoint
     from finetune.checkpoint.writing import write_file
-    from finetune.data import batches, collation
+    from finetune.data import batches
 
     file = os.open(launch.folder / f"events-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -199,7 +199,7 @@ def _watch(launch: Launch, rank: int) -> None:
             tell(step=step)
             return super().step(step)
 
-    make_tensors = collation.collate
+    make_tensors = batches.collate
 
     def collate(places: Any, *args: Any, **kwargs: Any) -> Any:
         if now:
@@ -212,7 +212,7 @@ def _watch(launch: Launch, rank: int) -> None:
         tell(written=path.parent.name)
         return stored
 
-    batches.Batches, collation.collate = Watched, collate  # type: ignore[misc]
+    batches.Batches, batches.collate = Watched, collate  # type: ignore[misc]
     checkpoint.Saver = functools.partial(checkpoint.Saver, write=write)  # type: ignore[misc, assignment]
     if launch.dies_before and launch.dies_before[0] == rank:
         sys.addaudithook(_death_before(launch.dies_before[1], tell))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from finetune.data import collation
+from finetune.data import batches
 from finetune.errors import InputError
 from finetune.models import attention, packing_support
 
@@ -118,7 +118,7 @@ LENGTHS = st.lists(st.integers(1, 4 * WINDOW), min_size=1, max_size=5).filter(la
 def test_packed_documents_have_the_loss_and_gradients_of_each_alone(model_type: str, lengths: list[int]):
     documents = draw_documents(lengths)
     expected = alone(build(model_type, "sdpa"), documents)
-    found = together(build(model_type, "packed"), documents, **collation.document_bounds(lengths, CPU))
+    found = together(build(model_type, "packed"), documents, **batches.document_bounds(lengths, CPU))
     assert difference(found, expected) < 1e-6
 
 
@@ -127,7 +127,7 @@ def test_eager_attention_agrees_too(model_type: str):
     lengths = [17, 3, 12]
     documents = draw_documents(lengths)
     expected = alone(build(model_type, "eager"), documents)
-    found = together(build(model_type, "packed"), documents, **collation.document_bounds(lengths, CPU))
+    found = together(build(model_type, "packed"), documents, **batches.document_bounds(lengths, CPU))
     assert difference(found, expected) < 1e-6
 
 
@@ -137,8 +137,8 @@ def test_eager_attention_agrees_too(model_type: str):
 def test_the_comparison_rejects_a_row_without_bounds(model_type: str, lengths: list[int]):
     documents = draw_documents(lengths)
     expected = alone(build(model_type, "sdpa"), documents)
-    right = collation.document_bounds(lengths, CPU)
-    dropped = {**collation.document_bounds([sum(lengths)], CPU), "position_ids": right["position_ids"]}
+    right = batches.document_bounds(lengths, CPU)
+    dropped = {**batches.document_bounds([sum(lengths)], CPU), "position_ids": right["position_ids"]}
     assert difference(together(build(model_type, "packed"), documents, **dropped), expected) > 1e-3
 
 
@@ -149,14 +149,14 @@ def test_the_comparison_rejects_a_window_of_another_size(model_type: str, window
     documents = draw_documents(lengths)
     expected = alone(build(model_type, "sdpa"), documents)
     model = build(model_type, "packed", sliding_window=window)
-    assert difference(together(model, documents, **collation.document_bounds(lengths, CPU)), expected) > 1e-3
+    assert difference(together(model, documents, **batches.document_bounds(lengths, CPU)), expected) > 1e-3
 
 
 def test_stock_attention_with_a_mask_of_ones_lets_documents_see_each_other():
     lengths = [9, 14]
     documents = draw_documents(lengths)
     model = build("llama", "sdpa")
-    positions = collation.document_bounds(lengths, CPU)["position_ids"]
+    positions = batches.document_bounds(lengths, CPU)["position_ids"]
     mask = torch.ones(1, sum(lengths), dtype=torch.int64)
     leaking = together(model, documents, position_ids=positions, attention_mask=mask)
     assert difference(leaking, alone(model, documents)) > 1e-3
@@ -177,7 +177,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize(("implementation", "row_squared"), [("packed", False), ("sdpa", True)])
 def test_no_mask_of_the_row_length_squared_is_made_as_stock_attention_makes_one(implementation: str, row_squared: bool):
     lengths = [8] * 64
-    bounds = collation.document_bounds(lengths, CPU)
+    bounds = batches.document_bounds(lengths, CPU)
     arguments = bounds if implementation == "packed" else {"position_ids": bounds["position_ids"]}
     with LargestTensor() as largest:
         together(build("llama", implementation), draw_documents(lengths), **arguments)
@@ -192,7 +192,7 @@ def test_transformers_knows_the_name_and_has_no_mask_for_it():
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_activation_checkpointing_gives_the_same_gradients(model_type: str):
     lengths = [7, 18, 2]
-    documents, bounds = draw_documents(lengths), collation.document_bounds(lengths, CPU)
+    documents, bounds = draw_documents(lengths), batches.document_bounds(lengths, CPU)
     expected = together(build(model_type, "packed"), documents, **bounds)
     model = build(model_type, "packed").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -201,14 +201,14 @@ def test_activation_checkpointing_gives_the_same_gradients(model_type: str):
 
 def test_dropout_is_applied_on_the_cpu():
     model = build("llama", "packed", attention_dropout=0.5).train()
-    documents, bounds = draw_documents([9, 9]), collation.document_bounds([9, 9], CPU)
+    documents, bounds = draw_documents([9, 9]), batches.document_bounds([9, 9], CPU)
     one, other = (together(model, documents, **bounds)[0] for _ in range(2))
     assert one != other
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_bounds_are_those_of_the_documents(lengths: list[int]):
-    bounds = collation.document_bounds(lengths, CPU)
+    bounds = batches.document_bounds(lengths, CPU)
     assert bounds["position_ids"].tolist() == [[position for length in lengths for position in range(length)]]
     assert bounds["cu_seq_lens_q"].tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert bounds["cu_seq_lens_q"].dtype == torch.int32
@@ -220,7 +220,7 @@ def test_bounds_are_those_of_the_documents(lengths: list[int]):
 @pytest.mark.parametrize("lengths", [[], [3, 0, 2]])
 def test_bounds_of_empty_documents_are_refused(lengths: list[int]):
     with pytest.raises(ValueError, match="none of them empty"):
-        collation.document_bounds(lengths, CPU)
+        batches.document_bounds(lengths, CPU)
 
 
 def states(tokens: int, *, rows: int = 1, keys: int | None = None, dtype: Any = torch.float32) -> list[torch.Tensor]:
@@ -239,7 +239,7 @@ def call(query_key_value: list[torch.Tensor], mask: torch.Tensor | None = None, 
 
 
 def bounds_of(*lengths: int) -> dict[str, Any]:
-    return collation.document_bounds(lengths, CPU)
+    return batches.document_bounds(lengths, CPU)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_gpu_path_gives_the_kernel_grouped_heads_bounds_and_the_window_as_it_cou
 
     monkeypatch.setattr(attention, "varlen_attn", double)
     lengths = [11, 4, 2]
-    bounds = collation.document_bounds(lengths, CPU)
+    bounds = batches.document_bounds(lengths, CPU)
     query, key, value = states(17, dtype=torch.bfloat16)
     found = attention._varlen(query, key, value, bounds["cu_seq_lens_q"], 11, 0.3, window, 0.0)
     expected = call([query, key, value], **bounds, scaling=0.3, sliding_window=window)
@@ -488,11 +488,11 @@ def test_gpu_kernel_agrees_with_the_cpu_and_nothing_waits_for_the_gpu(window: in
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = call(on_gpu, **collation.document_bounds(lengths, gpu), sliding_window=window)
+        found = call(on_gpu, **batches.document_bounds(lengths, gpu), sliding_window=window)
         found.backward(weights_on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = call([each.float() for each in on_cpu], **collation.document_bounds(lengths, CPU), sliding_window=window)
+    expected = call([each.float() for each in on_cpu], **batches.document_bounds(lengths, CPU), sliding_window=window)
     expected.backward(weights.float())
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)
     for one, other in zip(on_gpu, on_cpu):
@@ -510,6 +510,6 @@ def test_packed_documents_train_on_a_gpu_under_autocast_as_each_alone_does_in_fp
     model = build(model_type, "packed").cuda()
     row, labels = torch.cat(documents).cuda(), torch.cat([shifted(each) for each in documents]).cuda()
     with torch.autocast("cuda", torch.bfloat16):
-        loss = loss_sum(model, row, labels, **collation.document_bounds(lengths, torch.device("cuda")))
+        loss = loss_sum(model, row, labels, **batches.document_bounds(lengths, torch.device("cuda")))
     loss.backward()
     assert difference((loss.item(), gradient(model).cpu()), expected) < 5e-2

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.data import collation, dataset
-from finetune.data.batches import Batches
-from finetune.data.collation import IGNORED, collate
+from finetune.data import dataset
+from finetune.data.batches import IGNORED, Batches, collate, document_bounds
 from finetune.data.encoding import Row
 from finetune.data.encoding_workers import Settings
 from finetune.data.rows import Rows
@@ -169,7 +168,7 @@ def test_comparison_rejects_a_batch_without_its_bounds(model_folder: Path, rows:
     places = [[rows[0], rows[1], rows[2]]]
     loss, gradient = gradients(model, [collate(places, CPU, packed=True)])
     next_tokens, inputs = collate(places, CPU, packed=True)
-    one_document = collation.document_bounds([next_tokens.numel()], CPU)
+    one_document = document_bounds([next_tokens.numel()], CPU)
     leaking_loss, leaking = gradients(model, [(next_tokens, inputs | one_document)])
     assert abs(leaking_loss - loss) > 1e-4 * loss
     assert (leaking - gradient).norm() > 1e-2 * gradient.norm()

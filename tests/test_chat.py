@@ -26,10 +26,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from finetune.data.chat_template import ChatTemplate
+from finetune.data.chat_template import DATE, ChatTemplate, Template
 from finetune.data.encoding import Encoder
 from finetune.data.formats import convert
-from finetune.data.rendering import DATE, Template
 from finetune.errors import BadRow
 
 SHARED = Path(__file__).parents[2] / "shared"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from finetune.data.collation import IGNORED
+from finetune.data.batches import IGNORED
 from finetune.training.loss import token_loss_sum
 
 

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from finetune.checkpoint import folder
 from finetune.checkpoint.manifest import OwnStretch, Part, StoredFile, file_name, merged
 from finetune.compat.fake_tensors import FakeStore
-from finetune.data.chat_template import ChatTemplate
+from finetune.data.chat_template import ChatTemplate, Template
 from finetune.data.packing import efficiency, pack
-from finetune.data.rendering import Template
 from finetune.data.sampler import EMPTY, epoch_order, global_batch, heaviest_micro_batch, micro_batches, positions_in
 from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard

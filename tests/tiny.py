@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.data import dataset
-from finetune.data.collation import collate
+from finetune.data.batches import collate
 from finetune.data.encoding import Row
 from finetune.data.encoding_workers import Settings
 from finetune.data.rows import Rows

@@ -10,8 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding_workers import Settings
-from finetune.data.preparation import SHOWN, prepare
-from finetune.data.rows import Rows
+from finetune.data.rows import SHOWN, Rows, prepare
 from finetune.data.sources import Source
 from finetune.errors import InputError
 
@@ -29,7 +28,7 @@ def read_rows(
     """All rows of the sources, tokenised and masked, from the cache if they are in it.
 
     Args:
-        tell: called with the current activity and the number of rows so far; see ``preparation.prepare``.
+        tell: called with the current activity and the number of rows so far; see ``rows.prepare``.
 
     Raises:
         InputError: if a row cannot be used and ``skip_bad_rows`` is off, naming the first ten by ``file:line`` and

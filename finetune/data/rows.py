@@ -1,21 +1,186 @@
-"""Prepared rows, memory-mapped: all processes share them."""
+"""Rows on disk: read, converted, rendered, tokenised and masked once, by one process; then mapped into all of them.
+
+A folder of the cache holds them as Arrow. Its key is a fingerprint of files, tokenizer, template, settings and this
+code.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding import Row
+from finetune.cache import data_cache_folder, filled_once, key_of
+from finetune.data import chat_template, encoding, encoding_workers, formats, messages, sources
+from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding_workers import (
+    Encoded,
+    Settings,
+    encoded,
+    hash_of,
+    one_thread_a_call,
+    rarely_collecting_garbage,
+)
+from finetune.data.sources import Source
 from finetune.errors import InputError
+
+SHOWN = 10
+"""Rows that a summary names."""
+SCHEMA = pa.schema(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("spans", pa.list_(pa.int32())),
+        ("source", pa.string()),
+        ("question", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("uncut_tokens", pa.int32()),
+        ("origin", pa.int32()),
+        ("token_hash", pa.uint64()),
+        ("split_hash", pa.uint64()),
+    ]
+)
+
+
+def prepare(
+    entries: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    *,
+    tell: Callable[[str, int], None],
+) -> Path:
+    """The folder with the rows of these sources, prepared now unless they are in the cache.
+
+    It contains ``rows.arrow`` (schema ``SCHEMA``), ``rejected.jsonl`` and ``summary.json``.
+
+    Args:
+        tell: called repeatedly with the current activity and the number of rows that are ready.
+
+    Raises:
+        InputError: if a source cannot be read, or the cache cannot be written.
+    """
+    key = key_of([sources.identity(entries), identity_of(tokenizer), vars(settings), _identity_of_code()])
+    names = ", ".join(entry.path for entry in entries)
+
+    def fill(work: Path) -> None:
+        encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
+        with one_thread_a_call(), rarely_collecting_garbage():
+            _write(work, entries, encoder, settings, lambda rows: tell(f"Preparing {names}", rows))
+
+    return filled_once(
+        data_cache_folder() / key,
+        fill,
+        on_start=lambda: tell(f"Preparing {names}", 0),
+        on_wait=lambda: tell(f"Waiting for another process to prepare {names}", 0),
+    )
+
+
+def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Everything that the output of a tokenizer depends on, as JSON values."""
+    backend = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    template = tokenizer.chat_template
+    return [backend, template, tokenizer.special_tokens_map]
+
+
+def _identity_of_code() -> list[str]:
+    """Other code may prepare other rows: libraries count by their version, ours by its text."""
+    modules = (chat_template, encoding, formats, messages, encoding_workers)
+    files = [*(Path(str(module.__file__)) for module in modules), Path(__file__)]
+    files += sorted(Path(str(sources.__file__)).parent.glob("*.py"))
+    ours = [file.read_bytes() for file in files]
+    return [hashlib.sha256(b"".join(ours)).hexdigest(), transformers.__version__, tokenizers.__version__]
+
+
+def _write(
+    work: Path, entries: Sequence[Source], encoder: Encoder, settings: Settings, count: Callable[[int], None]
+) -> None:
+    summary: dict[str, Any] = {
+        "rows": 0,
+        "truncated": 0,
+        "largest_token": 0,
+    }
+    rows_of, seen_formats = Counter[int](), Counter[str]()
+    rejected, dropped = 0, 0
+    first_rejected: list[tuple[str, str]] = []
+    first_dropped: list[str] = []
+    digest = hashlib.sha256()
+    with (
+        pa.OSFile(str(work / "rows.arrow"), "wb") as file,
+        pa.ipc.new_file(file, SCHEMA) as arrow,
+        (work / "rejected.jsonl").open("w", encoding="utf-8") as rejected_file,
+    ):
+        for batch in encoded(entries, encoder, settings):
+            arrow_batch = _to_arrow(batch)
+            arrow.write_batch(arrow_batch)
+            for name in ("tokens", "spans"):
+                digest.update(arrow_batch.column(name).flatten().to_numpy().tobytes())
+                digest.update(np.diff(arrow_batch.column(name).offsets.to_numpy()).tobytes())
+            flat = arrow_batch.column("tokens").flatten().to_numpy()
+            summary["largest_token"] = max(summary["largest_token"], int(flat.max(initial=0)))
+            summary["rows"] += len(batch.rows)
+            count(summary["rows"])
+            cut = [row for row in batch.rows if row.uncut_tokens > len(row.tokens)]
+            summary["truncated"] += len(cut)
+            rows_of.update(batch.origins)
+            seen_formats.update(batch.formats)
+            for _, line, was_dropped in sorted(batch.refused, key=lambda entry: entry[0]):
+                rejected_file.write(json.dumps(vars(line)) + "\n")
+                if was_dropped:
+                    first_dropped += [line.source] if dropped < SHOWN else []
+                    dropped += 1
+                else:
+                    first_rejected += [(line.source, line.reason)] if rejected < SHOWN else []
+                    rejected += 1
+    summary |= {
+        "rows_of_source": [rows_of[origin] for origin in range(len(entries))],
+        "formats": dict(seen_formats.most_common()),
+        "rejected": rejected,
+        "first_rejected": first_rejected,
+        "dropped": dropped,
+        "first_dropped": first_dropped,
+        "fingerprint": digest.hexdigest(),
+    }
+    (work / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def _to_arrow(batch: Encoded) -> pa.RecordBatch:
+    rows = batch.rows
+    tokens = [row.tokens for row in rows]
+    spans = [np.fromiter(chain.from_iterable(row.spans), np.int32, 2 * len(row.spans)) for row in rows]
+    columns = [
+        _lists(tokens),
+        _lists(spans),
+        [row.source for row in rows],
+        [row.question for row in rows],
+        [row.prompt_tokens for row in rows],
+        [row.uncut_tokens for row in rows],
+        batch.origins,
+        [hash_of(row.tobytes()) for row in tokens],
+        batch.split_hashes,
+    ]
+    arrays = [
+        pa.array(column, kind.type) if isinstance(column, list) else column for column, kind in zip(columns, SCHEMA)
+    ]
+    return pa.record_batch(arrays, schema=SCHEMA)
+
+
+def _lists(rows: list[np.ndarray]) -> pa.ListArray:
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    flat = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
 class Rows:
-    """The rows of a folder that ``preparation.prepare`` wrote, or a choice of them.
+    """The rows of a folder that ``prepare`` wrote, or a choice of them.
 
     Args:
         folder: with rows.arrow, rejected.jsonl and summary.json.

@@ -29,8 +29,7 @@ from weakref import WeakValueDictionary
 
 import psutil
 
-from finetune.data.chat_template import ChatTemplate, Span
-from finetune.data.rendering import Message, RenderingTooLong, Template
+from finetune.data.chat_template import ChatTemplate, Message, RenderingTooLong, Span, Template
 from finetune.errors import BadRow, InputError, RunStopped
 from finetune.units import GIB
 

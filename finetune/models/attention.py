@@ -2,7 +2,7 @@
 
 ``register`` makes it known to transformers under the name ``packed``; a model loaded with
 ``attn_implementation="packed"`` then takes one flat row of documents, ``input_ids`` of shape (1, T), together with
-the bounds that ``collation.document_bounds`` makes. These are the keyword arguments of transformers' flash attention,
+the bounds that ``batches.document_bounds`` makes. These are the keyword arguments of transformers' flash attention,
 so that ``flash_attention_2`` and its successors take the same call. On CUDA torch's own variable-length flash attention
 does the work, with grouped key and value heads as they are; elsewhere each document goes through
 ``scaled_dot_product_attention`` by itself. What would be silently wrong is refused in the call, and

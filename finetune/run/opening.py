@@ -13,8 +13,7 @@ from finetune.cache import key_of
 from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.batches import Batches
-from finetune.data.preparation import identity_of
-from finetune.data.rows import Rows
+from finetune.data.rows import Rows, identity_of
 from finetune.data.streaming import Stream
 from finetune.models import loading
 from finetune.models.spec import ModelSpec

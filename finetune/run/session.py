@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import sections
-from finetune.data import collation
+from finetune.data import batches as data_batches
 from finetune.data.batches import Batch, Batches, describe_batch
 from finetune.data.rows import Rows
 from finetune.data.sampler import micro_batches
@@ -74,14 +74,14 @@ class Session:
 
         Args:
             loss_sum: what is learnt; also held out, and in the memory check.
-            collate: makes a micro-batch of the documents of each of its rows, on a device; None for collation.collate.
+            collate: makes a micro-batch of the documents of each of its rows, on a device; None for batches.collate.
 
         Raises:
             InputError: if eval asks for answers that no held-out row has.
         """
         self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
         self.batches, self.held_out, self.loss_sum = batches, held_out, loss_sum
-        self.collate = partial(collate or collation.collate, packed=cfg.data.packing)
+        self.collate = partial(collate or data_batches.collate, packed=cfg.data.packing)
         self.folder = Path(cfg.train.output_dir)
         self.asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
         self.progress = Progress()

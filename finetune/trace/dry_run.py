@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from finetune import distributed
 from finetune.compat.fake_tensors import FakeStore, FakeTensorMode, without_modes
 from finetune.config.compatibility import Cell, refusal
-from finetune.data.collation import document_bounds
+from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models

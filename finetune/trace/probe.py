@@ -167,7 +167,7 @@ def _measure(
     import numpy as np
     import torch
 
-    from finetune.data import collation
+    from finetune.data import batches
     from finetune.data.encoding import Row
     from finetune.training import loss, step
 
@@ -187,7 +187,7 @@ def _measure(
                 torch.cuda.reset_peak_memory_stats()
             begun = time.perf_counter()
         for _ in range(setting.accumulation):
-            micro_batch = collation.collate(rows, accelerator.device, packed=setting.packing)
+            micro_batch = batches.collate(rows, accelerator.device, packed=setting.packing)
             step.backward(accelerator, model, loss.next_token_loss_sum, micro_batch, divide_by=trained_tokens)
         step.step_if_finite(accelerator, model, optimizer, 1.0)
     if on_gpu:

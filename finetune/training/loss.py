@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from finetune.data.collation import IGNORED
+from finetune.data.batches import IGNORED
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 """What a recipe learns: a model and a micro-batch to the sum of the loss over its trained tokens, a scalar."""
@@ -22,7 +22,7 @@ def next_token_loss_sum(model: torch.nn.Module, micro_batch: tuple[torch.Tensor,
     The run, its held-out loss, the memory check, the dry run and the probe all call it.
 
     Args:
-        micro_batch: ``next_tokens`` and the model's keyword arguments, as ``data.collation.collate`` makes them.
+        micro_batch: ``next_tokens`` and the model's keyword arguments, as ``data.batches.collate`` makes them.
     """
     next_tokens, inputs = micro_batch
     return token_loss_sum(model(**inputs, use_cache=False).logits, next_tokens)
