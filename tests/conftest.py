@@ -31,9 +31,11 @@ STARTING_PROCESSES = {
     "test_wheel",
 }
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
-ALONE = {"test_demo", "test_interruption", "test_kills", "test_kills_launcher", "test_notebooks", "test_start_up"}
-"""Files that use every core, or in which instants count; marked ``alone``."""
+ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_up"}
+"""Files in which instants count; marked ``alone``."""
 LONGEST = [
+    "test_notebooks",
+    "test_demo",
     "test_parity",
     "test_adapters",
     "test_resume",

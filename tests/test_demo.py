@@ -6,19 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 from scenarios import read_metrics
 
 from finetune.cli.demo_model import demo_model
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 135M weights trains here, for which conftest's one thread is too few."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
 
 
 def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
@@ -56,10 +49,14 @@ def test_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_o
 
 
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
-    """A few of its steps, and short answers; all of them, with these settings, are trained by a notebook."""
+    """A few of its steps, on a few held-out rows; all of them, with these settings, are trained by a notebook."""
+    held_out = tmp_path / "held_out.jsonl"
+    rows = (ROOT / "recipes" / "data" / "demo_heldout.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(rows[:8]))
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/single.yaml", "recipes/sft.py"]
     command += ["--config", "recipes/configs/smollm2_135m_qlora.yaml", "--model.path", str(demo_model())]
     command += ["--train.output_dir", str(tmp_path / "run"), "--train.steps", "4", "--eval.max_new_tokens", "8"]
+    command += ["--data.eval", str(held_out)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     record = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())

@@ -16,12 +16,6 @@ PRINTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 135M weights trains here, for which conftest's one thread is too few."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
-
-
 def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == list(PRINTED)
 

@@ -122,7 +122,7 @@ def ratio(number: int) -> float:
     return predicted(SQUARE[number]) / _traced(number)
 
 
-SQUARE = latin_square(24, seed=3)
+SQUARE = latin_square(12, seed=17)
 
 
 def test_square_covers_every_value_of_every_axis():
