@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import scenarios
 import tiny
 import torch
 from ranks import Ranks
@@ -109,6 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.option.record_proofs:
+        scenarios.STEPS = scenarios.PROVEN_STEPS
         config.pluginmanager.register(Recorder())
 
 

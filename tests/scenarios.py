@@ -9,7 +9,8 @@ import torch
 
 from finetune import distributed
 
-STEPS = 20
+STEPS, PROVEN_STEPS = 10, 20
+"""Optimizer steps of a run: in `make test`, and where proofs are recorded (conftest sets it then)."""
 ROWS_PER_STEP = 8
 
 

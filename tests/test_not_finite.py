@@ -47,8 +47,12 @@ def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: se
         loss.token_loss_sum = original
 
 
-@pytest.mark.parametrize("spoil", [infinite_with_finite_gradients, with_gradients_of_nan])
-@pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)
+# every strategy sums gradients in its own way; the loss is summed by one function
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "spoil"),
+    [(*launch, with_gradients_of_nan) for launch in LAUNCHES]
+    + [(*launch, infinite_with_finite_gradients) for launch in LAUNCHES[:1] + LAUNCHES[2:3] + LAUNCHES[5:6]],
+)
 def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_next_one_trains(
     strategy: str, world_size: int, spoil: Any, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
