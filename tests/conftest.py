@@ -34,6 +34,8 @@ STARTING_PROCESSES = {
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
 ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_up"}
 """Files in which instants count; marked ``alone``."""
+HALVED = {"test_adapters", "test_parity"}
+"""Files whose runs take half as many steps, but where proofs are recorded."""
 LONGEST = [
     "test_notebooks",
     "test_demo",
@@ -60,6 +62,13 @@ def one_process_renders() -> Iterator[None]:
     held = template_process.shared_child()
     yield
     del held
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_of_a_run(request: pytest.FixtureRequest) -> None:
+    """Half as many in `make test`, where nothing that a file shows needs the other half."""
+    halved = request.module.__name__ in HALVED and not request.config.option.record_proofs
+    scenarios.STEPS = scenarios.PROVEN_STEPS // 2 if halved else scenarios.PROVEN_STEPS
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +119,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.option.record_proofs:
-        scenarios.STEPS = scenarios.PROVEN_STEPS
         config.pluginmanager.register(Recorder())
 
 

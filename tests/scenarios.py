@@ -10,7 +10,7 @@ import torch
 from finetune import distributed
 
 STEPS, PROVEN_STEPS = 10, 20
-"""Optimizer steps of a run: in `make test`, and where proofs are recorded (conftest sets it then)."""
+"""Optimizer steps of a run: conftest sets them for each file, to as many as proofs are recorded with or half."""
 ROWS_PER_STEP = 8
 
 
