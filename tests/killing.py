@@ -136,10 +136,12 @@ class Trial:
         if len(at) > processes:
             self.starting_seconds, self.step_seconds = min(at) - begun, (max(at) - min(at)) / (len(at) / processes)
 
-    def kill(self, strategy: str, processes: int, kill: Kill, write_seconds: float = 0.2) -> Killed | None:
+    def kill(
+        self, strategy: str, processes: int, kill: Kill, write_seconds: float = 0.2, begin_seconds: float = 0.0
+    ) -> Killed | None:
         """Start it and send a signal; None if it had ended before."""
         before = self._newest()
-        launch, launcher = self.start(strategy, processes, write_seconds=write_seconds)
+        launch, launcher = self.start(strategy, processes, write_seconds=write_seconds, begin_seconds=begin_seconds)
         if not self._await(launch, kill, write_seconds):
             code = self.server.wait(LONGEST)
             assert code == 0, f"exit code {code} before it was killed\n{launch.output()}"

@@ -47,6 +47,8 @@ class Launch:
     """For the output of the ranks and for what they tell."""
     write_seconds: float = 0.0
     """By which writing a file of a checkpoint takes longer."""
+    begin_seconds: float = 0.0
+    """By which what comes before the first step takes longer."""
     dies_before: tuple[int, int] | None = None
     """Rank that kills itself, and the number (from 1) of the change to files of checkpoints before which it does."""
 
@@ -193,6 +195,10 @@ def _watch(launch: Launch, rank: int) -> None:
     now = 0
 
     class Watched(batches.Batches):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            time.sleep(launch.begin_seconds)
+
         def step(self, step: int) -> batches.Batch:
             nonlocal now
             now = step

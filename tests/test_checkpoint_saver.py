@@ -110,6 +110,16 @@ def test_what_was_left_half_made_goes_and_what_is_not_ours_stays(tmp_path: Path)
     assert set(names(tmp_path)) == kept | {"step-00000001", "step-00000006"}
 
 
+def test_what_a_killed_start_left_half_removed_goes_though_no_checkpoint_follows(tmp_path: Path):
+    """As after a kill while the last checkpoint of a run removes an older one: the next start has no step to train."""
+    savers.save(tmp_path, 6)
+    (tmp_path / "checkpoints" / "step-00000004.removed.tmp").mkdir()
+    saver = alone(tmp_path)
+    saver.close()
+    assert names(tmp_path) == ["step-00000006"]
+    assert saver.problems() == []
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced_when_the_new_one_is_complete(tmp_path: Path):
     savers.save(tmp_path, 1)
     gate = Gate()

@@ -160,7 +160,7 @@ def test_run_whose_process_dies_before_each_change_of_files_is_the_undisturbed_r
 )
 def test_processes_end_at_once_before_the_first_step(number: int, to: str, trial: Callable[[str, list[str]], Trial]):
     disturbed = trial("starting", LORA)
-    killed = disturbed.kill("ddp", 2, Kill(number, to, "starting", fraction=0.3))
+    killed = disturbed.kill("ddp", 2, Kill(number, to, "starting", fraction=0.3), begin_seconds=2.0)
     assert {event["rank"] for event in disturbed.starts[0].events() if "pid" in event} == {0, 1}
     assert killed is not None
     assert (killed.phase, killed.last_step) == (STARTING, 0)

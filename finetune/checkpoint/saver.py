@@ -117,6 +117,17 @@ class Saver:
             self._writing.complete()
         self._end(self._writing)
 
+    def close(self) -> None:
+        """Finish, and remove what killed starts of the run left half-written or half-removed. Collective."""
+        self.finish()
+        if self.rank == 0:
+            try:
+                folder.clear(self.folder)
+            except OSError as error:
+                self._problems.append(
+                    f"Leftovers of checkpoints could not be removed ({reason(error)}); do it by hand."
+                )
+
     def give_up(self) -> None:
         """Stop writing the checkpoint in flight and remove it, after a failure on any process. Collective."""
         if self._writing is not None:

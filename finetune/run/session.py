@@ -358,7 +358,7 @@ class Session:
         Raises:
             RunStopped: if no step changed a weight, or the result cannot be written.
         """
-        self.saver.finish()
+        self.saver.close()
         for problem in self.saver.problems():
             self.screen.say(problem)
         self.logbook.close()
