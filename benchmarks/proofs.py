@@ -1,7 +1,8 @@
 """What `make prove` has proven, and of which sources: benchmarks/results/proofs.json.
 
 A matrix is a test file with more points than `make test` runs. Its proof holds for the sources that it was made with:
-the recipe and what the recipe imports, the strategy files, the test file and its helpers. `make test` compares their
+the recipe and what the recipe imports (but for what makes rows of records), the strategy files, the test file and its
+helpers. `make test` compares their
 hash with the recorded one. Comments, docstrings and layout are no part of the hash: editing them needs no new proof.
 
 For example, ``w = 1  # one`` and ``w=1`` have the same hash, ``w = 2`` has another.
@@ -41,6 +42,21 @@ FIXTURES = ("ranks", "tiny")
 """Test modules that every matrix uses, through conftest."""
 NOT_TRAINING = ("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner")
 """What writes tables, the version, the commands and the planner: a training step runs none of them."""
+FROM_RECORDS_TO_ROWS = tuple(
+    f"finetune/data/{name}"
+    for name in (
+        "sources",
+        "formats.py",
+        "messages.py",
+        "templates.py",
+        "template_process.py",
+        "chat_template.py",
+        "encoding.py",
+        "encoding_workers.py",
+    )
+)
+"""What makes prepared rows of records. The points of a matrix compare runs with one another, and all train the same
+prepared rows, whatever these hold; what is right in them is for the tests of the data room, all in `make test`."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -80,7 +96,9 @@ def sources_of(matrix: str) -> list[Path]:
     """
     MATRICES[matrix]
     names = (matrix, *FIXTURES)
-    found = imported_by([ROOT / "recipes" / "sft.py", *(TESTS / f"{name}.py" for name in names)], NOT_TRAINING)
+    found = imported_by(
+        [ROOT / "recipes" / "sft.py", *(TESTS / f"{name}.py" for name in names)], NOT_TRAINING + FROM_RECORDS_TO_ROWS
+    )
     return sorted(found) + sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 

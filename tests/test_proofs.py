@@ -41,8 +41,13 @@ def test_every_test_file_with_points_that_are_left_to_make_prove_is_a_matrix():
 def test_sources_of_a_matrix_are_the_step_its_strategies_and_its_helpers(matrix: str):
     names = {path.relative_to(proofs.ROOT).as_posix() for path in proofs.sources_of(matrix)}
     assert {"recipes/sft.py", f"tests/{matrix}.py", "tests/ranks.py", "accelerate_configs/zero3.yaml"} <= names
-    assert {"finetune/training/loss.py", "finetune/distributed/__init__.py", "finetune/data/sampler.py"} <= names
-    assert not [name for name in names if name.startswith(proofs.NOT_TRAINING)]
+    assert {"finetune/training/loss.py", "finetune/distributed/__init__.py", "finetune/data/rows.py"} <= names
+    assert not [name for name in names if name.startswith(proofs.NOT_TRAINING + proofs.FROM_RECORDS_TO_ROWS)]
+
+
+@pytest.mark.parametrize("left_out", proofs.NOT_TRAINING + proofs.FROM_RECORDS_TO_ROWS)
+def test_what_no_proof_depends_on_is_there(left_out: str):
+    assert (proofs.ROOT / left_out).exists()
 
 
 def test_a_module_without_a_matrix_is_not_found():
