@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from finetune.errors import InputError
@@ -84,6 +85,46 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
         raise InputError(_not_writable(folder.parent, error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+CHECKSUMS = "checksums.json"
+
+
+def write_checksums(folder: Path) -> None:
+    """Note the contents of all files of a folder, for ``refuse_if_damaged``."""
+    (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+
+
+def refuse_if_damaged(folder: Path) -> None:
+    """Nothing, unless a file of the folder is not as it was written: a disk or a copy may fail without a word.
+
+    Raises:
+        InputError: naming the files.
+    """
+    try:
+        written = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        found = _checksums(folder)
+        wrong = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+    except (OSError, ValueError, AttributeError):
+        wrong = [CHECKSUMS]
+    if wrong:
+        raise InputError(
+            f"{folder}: the prepared rows are damaged ({', '.join(wrong)} changed since they were written); delete the "
+            "folder, and they are prepared again."
+        )
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """XXH3 of each file, by its name."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != CHECKSUMS:
+            with path.open("rb") as file:
+                digest = xxhash.xxh3_128()
+                while block := file.read(2**20):
+                    digest.update(block)
+            found[path.name] = digest.hexdigest()
+    return found
 
 
 def flush(path: Path) -> None:

@@ -10,7 +10,7 @@ import tiny
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.formats import convert
 from finetune.errors import BadRow
 
@@ -193,30 +193,36 @@ tools = st.lists(st.fixed_dictionaries({"name": text, "description": text}), min
 )
 
 
-def encode(
-    tokenizer: Any, messages: Any, *, tools: Any = None, train_on: str = "assistant", max_length: int = 10**6
-) -> Row:
-    """The row of a conversation.
+def encode(tokenizer: Any, messages: Any, *, tools: Any = None, **settings: Any) -> Row:
+    """The row of a conversation whose answers share one.
 
     Raises:
         BadRow: that refuses it.
     """
-    return encode_value(tokenizer, {"messages": messages, "tools": tools}, train_on=train_on, max_length=max_length)[0]
+    (row,) = encode_value(tokenizer, {"messages": messages, "tools": tools}, **settings)
+    return row
 
 
-def encode_value(
-    tokenizer: Any, value: dict[str, Any], *, train_on: str = "assistant", max_length: int = 10**6
-) -> list[Row]:
+def encode_value(tokenizer: Any, value: dict[str, Any], **settings: Any) -> list[Row]:
     """The rows of a record of any format.
 
+    Args:
+        settings: fields of ``Settings``.
+
     Raises:
         BadRow: that refuses it.
     """
-    encoder = Encoder(tokenizer, train_on=train_on, max_length=max_length)
+    encoder = Encoder(tokenizer, Settings(**{"max_length": 10**6} | settings))
     (result,) = encoder.encode([("test:1", convert(value, "auto"))])
     if isinstance(result, BadRow):
         raise result
     return result
+
+
+def turns_of(rows: list[Row]) -> list[tuple[list[int], list[int]]]:
+    """The tokens before each trained stretch of some rows, and its own, in the order of the conversation."""
+    found = [(row.tokens[:first].tolist(), row.tokens[first:end].tolist()) for row in rows for first, end in row.spans]
+    return sorted(found, key=lambda turn: len(turn[0]))
 
 
 def trained_text(tokenizer: Any, row: Row) -> list[str]:

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data import dataset
 from finetune.data.batches import IGNORED, Batches, collate, document_bounds
-from finetune.data.encoding import Row
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, global_batch, heaviest_micro_batch, micro_batches
 from finetune.data.sources import Source

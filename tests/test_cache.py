@@ -3,19 +3,23 @@
 import contextlib
 import errno
 import io
+import json
 import multiprocessing as mp
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from filelock import FileLock
 
 from finetune.cache import filled_once
+from finetune.cli import commands
 from finetune.data import dataset
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.sources import Source, byte_stream, reading
 from finetune.errors import InputError
 
@@ -118,7 +122,7 @@ def test_what_could_change_the_rows_prepares_anew(tmp_path: Path):
     path = tiny.write_conversations(tmp_path / "rows.jsonl", 20)
     folders = [read(path).folder, read(path, max_length=32).folder, read(path, train_on="last").folder]
     folders += [read(path, format="messages").folder]
-    other = tiny.build_tokenizer(tiny.CHATML.replace("<|im_start|>' +", "<|im_start|> ' +"))
+    other = tiny.build_tokenizer(tiny.CHATML.replace("<|im_start|>", "<|im_start|> "))
     folders.append(dataset.read_rows([Source(str(path))], other, Settings(64)).folder)
     tiny.write_conversations(path, 21)
     folders.append(read(path).folder)
@@ -141,6 +145,23 @@ def test_damaged_rows_are_told_with_what_to_do(tmp_path: Path):
     (folder / "rows.arrow").write_bytes(b"")
     with pytest.raises(InputError, match=r"damaged .*delete the folder"):
         read(path)
+
+
+@pytest.mark.parametrize("file", ["rows.arrow", "summary.json", "rejected.jsonl", "checksums.json"])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
+def test_flipped_bit_in_the_prepared_rows_is_noticed_before_they_are_trained(tmp_path: Path, file: str, place: float):
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 20)
+    with path.open("a") as more:
+        more.write("no JSON\n")
+    read_all = partial(dataset.read_rows, [Source(str(path))], TOKENIZER, Settings(64), skip_bad_rows=True)
+    folder = read_all().folder
+    content = bytearray((folder / file).read_bytes())
+    content[int(place * len(content))] ^= 4
+    (folder / file).write_bytes(content)
+    with pytest.raises(
+        InputError, match=r"the prepared rows are damaged \(.* changed since they were written\); delete"
+    ):
+        read_all()
 
 
 def test_folder_that_another_machine_filled_meanwhile_is_taken(tmp_path: Path):
@@ -209,3 +230,86 @@ def test_cache_that_cannot_be_written_is_said_so(tmp_path: Path):
     (tmp_path / "cache").touch()  # a file in the folder's place
     with pytest.raises(InputError, match="FINETUNE_DATA_CACHE"):
         filled_once(tmp_path / "cache" / "key", lambda work: None, on_start=lambda: None, on_wait=lambda: None)
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The cache as `finetune data --cache --json` lists it, by the first of each entry's sources."""
+    capsys.readouterr()
+    assert commands.main(["data", "--cache", "--json"]) == 0
+    return {entry["sources"][0] if entry["sources"] else "": entry for entry in json.loads(capsys.readouterr().out)}
+
+
+def not_used_for(folder: Path, days: float) -> None:
+    then = time.time() - days * 24 * 60 * 60
+    os.utime(folder, (then, then))
+
+
+def test_cache_is_listed_with_rows_sizes_and_sources_and_what_cannot_be_read(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert commands.main(["data", "--cache"]) == 0
+    assert capsys.readouterr().out == f"{cache} has no prepared rows.\n"
+    paths = [tiny.write_conversations(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", 20), ("b", 30))]
+    folders = [read(path).folder for path in paths]
+    found = listed(capsys)
+    assert [found[str(path)]["rows"] for path in paths] == [20, 30]
+    for path, folder in zip(paths, folders):
+        assert found[str(path)]["folder"] == str(folder)
+        assert found[str(path)]["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    (folders[0] / "summary.json").write_text("{")
+    assert {source: entry["rows"] for source, entry in listed(capsys).items()} == {"": None, str(paths[1]): 30}
+    assert commands.main(["data", "--cache"]) == 0
+    shown = capsys.readouterr().out
+    assert "damaged" in shown
+    assert "2 entries" in shown
+    assert max(map(len, shown.split("2 entries")[0].splitlines())) <= 80
+
+
+def test_what_was_not_used_for_some_days_is_removed_and_what_a_run_has_opened_since_stays(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    paths = [tiny.write_conversations(tmp_path / f"{name}.jsonl", 20) for name in "abc"]
+    folders = [read(path).folder for path in paths]
+    for folder, days in zip(folders, (31, 29, 31)):
+        not_used_for(folder, days)
+    read(paths[2])
+    assert commands.main(["data", "--cache", "--remove-older-than", "30"]) == 0
+    assert capsys.readouterr().out.startswith(f"Removed 1 of 3 entries from {cache}, ")
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    assert len(read(paths[0])) == 20  # prepared again
+    assert commands.main(["data", "--cache", "--remove-older-than", "0"]) == 0
+    assert listed(capsys) == {}
+
+
+def test_only_what_the_cache_made_is_listed_and_removed_and_what_is_being_prepared_stays(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    folders = [read(tiny.write_conversations(tmp_path / f"{name}.jsonl", 20)).folder for name in "ab"]
+    killed = folders[0].with_name(f"{'0' * 32}.a.machine.12.tmp")
+    for kept in (cache / "thesis", killed):
+        kept.mkdir()
+        (kept / "chapter").write_text("words")
+    (cache / ("1" * 32)).symlink_to(tmp_path)
+    with FileLock(folders[1].with_name(f"{folders[1].name}.lock")):
+        assert commands.main(["data", "--cache", "--remove-older-than", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Removed 2 of 3 entries from {cache}, ")
+    assert f"{folders[1]} is being prepared, and stays." in shown
+    left = {path.name for path in cache.iterdir() if path.is_dir()}
+    assert left == {"thesis", "1" * 32, folders[1].name}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cache", "--remove-older-than", "-1"], "must be 0 days or more"),
+        (["--remove-older-than", "3"], "add --cache"),
+    ],
+)
+def test_nothing_is_removed_by_flags_that_make_no_sense(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = read(tiny.write_conversations(tmp_path / "rows.jsonl", 20)).folder
+    assert commands.main(["data", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert folder.exists()

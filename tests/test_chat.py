@@ -5,6 +5,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from chat_templates import (
     conversation,
     conversation_with_tools,
     encode,
+    encode_value,
     tokenizer_for,
     tools,
     trained_text,
@@ -26,9 +28,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from finetune.data.chat_template import DATE, ChatTemplate, Template
-from finetune.data.encoding import Encoder
+from finetune.data.chat_template import ChatTemplate
+from finetune.data.encoding import Encoder, Settings
 from finetune.data.formats import convert
+from finetune.data.templates import DATE, Template
 from finetune.errors import BadRow
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -37,17 +40,27 @@ CALL = {"id": "call12345", "type": "function", "function": {"name": "find", "arg
 
 
 def check_against_search(family: str, messages: Any, definitions: Any) -> None:
-    """The row holds the rendered text, and trains what the family's pattern finds in it, and nothing else."""
+    """Each answer is trained once: behind its generation prompt, what the family's pattern finds at the text's end.
+
+    Where one text has all answers, its tokens are the template's own.
+    """
     tokenizer = TOKENIZERS[family]
-    row = encode(tokenizer, messages, tools=definitions)
-    rendered = tokenizer.apply_chat_template(messages, tools=definitions, tokenize=False)
-    found = re.findall(FAMILIES[family].answer, rendered, flags=re.DOTALL)
-    assert len(found) == sum(m["role"] == "assistant" for m in messages)
-    assert row.tokens.tolist() == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    # the space before an answer of Mistral's template belongs to the answer's first token, or to none
-    starts = [" " if family == "mistral" else ""] * len(found)
-    trained = trained_text(tokenizer, row)
-    assert all(t in (f, start + f) for t, f, start in zip(trained, found, starts, strict=True))
+    rows = encode_value(tokenizer, {"messages": messages, "tools": definitions})
+    trained: list[tuple[str, str]] = []
+    for row in rows:
+        before = [tokenizer.decode(row.tokens[:first]) for first, _ in row.spans]
+        trained += zip(before, trained_text(tokenizer, row), strict=True)
+    render = partial(tokenizer.apply_chat_template, tools=definitions, tokenize=False)
+    expected: list[tuple[str, str]] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            whole = render(messages[: i + 1])
+            *_, found = re.findall(FAMILIES[family].answer, whole, flags=re.DOTALL)
+            space = " " if whole[whole.rindex(found) - 1] == " " else ""  # which Mistral's template leaves to the model
+            expected.append((render(messages[:i], add_generation_prompt=True), space + found))
+    assert sorted(trained, key=lambda turn: len(turn[0])) == expected
+    if len(rows) == 1:
+        assert rows[0].tokens.tolist() == tokenizer(render(messages), add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +86,7 @@ def test_real_templates_and_rows_train_what_a_search_finds(name: str, file: str)
     head = re.escape("<|start_header_id|>assistant<|end_header_id|>\n\n" if is_llama else "<|im_start|>assistant\n")
     pattern = f"{head}(.*?{re.escape('<|eot_id|>' if is_llama else '<|im_end|>')})"
     values = [json.loads(line) for line in (SHARED / "data" / f"{file}.jsonl").open(encoding="utf-8")]
-    encoder = Encoder(tokenizer, train_on="assistant", max_length=10**6)
+    encoder = Encoder(tokenizer, Settings(train_on="assistant", max_length=10**6))
     results = encoder.encode([("test", convert(value, "auto")) for value in values])
     assert len(results) >= 80
     for value, (row,) in zip(values, results):
@@ -149,7 +162,7 @@ def test_marks_of_threads_do_not_mix_though_their_encoders_differ():
     ]
 
     def spans(train_on: str) -> list[Any]:
-        encoder = Encoder(tokenizer, train_on=train_on, max_length=10**6)
+        encoder = Encoder(tokenizer, Settings(train_on=train_on, max_length=10**6))
         return [row.spans for (row,) in encoder.encode(examples)]
 
     alone = spans("assistant")
@@ -167,10 +180,10 @@ def test_marks_of_threads_do_not_mix_though_their_encoders_differ():
 def test_one_encoder_gives_the_same_rows_on_eight_threads(family: str):
     messages = [[*PLAIN * (i % 3 + 1)] for i in range(60)]
     examples = [("", convert({"messages": m}, "messages")) for m in messages]
-    shared = Encoder(TOKENIZERS[family], train_on="assistant", max_length=10**6)
+    shared = Encoder(TOKENIZERS[family], Settings(train_on="assistant", max_length=10**6))
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: shared.encode(examples), range(8)))
-    alone = Encoder(TOKENIZERS[family], train_on="assistant", max_length=10**6).encode(examples)
+    alone = Encoder(TOKENIZERS[family], Settings(train_on="assistant", max_length=10**6)).encode(examples)
     rows = [[(row.tokens.tolist(), row.spans) for (row,) in result] for result in [alone, *results]]
     assert rows == rows[:1] * 9
 
@@ -199,13 +212,13 @@ STRANGE = {
     "a word before the end": (LOOP.replace("ANSWER", "m.content + '</a></s>\n'"), ["c\nd</a></s>", "e</a></s>"]),
     "the question in the answer": (
         LOOP.replace("{% for", "{% set q = messages[0].content %}{% for").replace("ANSWER", "q + m.content + '</s>'"),
-        ["c\nd</s>", "e</s>"],
+        ["ac\nd</s>", "ae</s>"],
     ),
     "a name from the content": (
         LOOP.replace("ANSWER", "'<|head|>' + m.content[:1] + '<|/head|>' + m.content + '</s>'"),
         ["<|head|>c<|/head|>c\nd</s>", "<|head|>e<|/head|>e</s>"],
     ),
-    "end only behind the last": (LOOP.replace("ANSWER", "m.content + '\n'") + "</s>", ["c\nd\n[INST]", "e\n</s>"]),
+    "end only behind the last": (LOOP.replace("ANSWER", "m.content + '\n'") + "</s>", None),
 }
 
 
@@ -215,7 +228,7 @@ def test_strange_template_is_masked_rightly_or_refused(template: str, expected: 
     contents = ["a", "c\nd", "b", "e"]
     messages = [{"role": role, "content": c} for role, c in zip(["user", "assistant"] * 2, contents)]
     if expected is None:
-        with pytest.raises(BadRow, match=r"cannot be located|would not learn to stop"):
+        with pytest.raises(BadRow, match=r"does not write the words|does not go on|would not learn to stop"):
             encode(tokenizer, messages)
     else:
         assert trained_text(tokenizer, encode(tokenizer, messages)) == expected
@@ -260,9 +273,11 @@ def test_contents_that_look_like_the_template_do_not_shift_the_turns(
     contents = [content if content.strip() else content + "x" for content in contents[: len(contents) // 2 * 2]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     tokenizer = tokenizer_for(template.replace("USER", user).replace("ANSWER", answer))
-    rendered, turns = ChatTemplate(Template.of(tokenizer)).render(messages, None)
+    (rendering,) = ChatTemplate(Template.of(tokenizer)).render(messages, None)
+    rendered, turns = rendering.text, rendering.turns.values()
     answers = [content.strip() if "trim" in answer else content for content in contents[1::2]]
-    assert [rendered[first:end] for first, end in turns] == [words + "</s>" for words in answers]
+    head = "assistant: " if template == BARE else ""  # which it leaves to the model: it has no generation prompt
+    assert [rendered[first:end] for first, end in turns] == [head + words + "</s>" for words in answers]
 
 
 def test_question_is_not_trained_where_only_the_header_of_the_next_answer_is_special():
@@ -271,35 +286,131 @@ def test_question_is_not_trained_where_only_the_header_of_the_next_answer_is_spe
         "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}</s>"
     )
     named = [*PLAIN, {"role": "user", "content": "e", "name": "Ann"}, PLAIN[1]]
-    with pytest.raises(BadRow, match="would not learn to stop"):
+    with pytest.raises(BadRow, match="does not go on with message 4"):
         encode(tokenizer_for(template), named)
 
 
-def test_template_that_leaves_out_tool_calls_is_refused():
-    messages = [PLAIN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, PLAIN[1]]
-    with pytest.raises(BadRow, match="cannot be located"):
-        encode(TOKENIZERS["chatml"], messages)
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER_WITH_CALL = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"x": {}}}}}
+LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tool calls": (CHATML, {"messages": [PLAIN[0], {**ANSWER_WITH_CALL, "content": ""}, PLAIN[1]]}, "tool calls"),
+    "words beside a call": (
+        FAMILIES["llama3"].template,
+        {"messages": [PLAIN[0], ANSWER_WITH_CALL]},
+        "the words of the assistant beside a tool call",
+    ),
+    "tools": (CHATML, {"messages": PLAIN, "tools": [TOOL]}, "the definitions of tools"),
+    "tools of the model's own": (
+        CHATML,
+        {"messages": PLAIN, "tools": [{"type": "web_search"}]},
+        "the definitions of tools",
+    ),
+    "tools that are called": (
+        FAMILIES["zephyr"].template.replace(
+            "m['content']", "(m.tool_calls | tojson if m.tool_calls else m['content'])"
+        ),
+        {"messages": [PLAIN[0], {**ANSWER_WITH_CALL, "content": ""}, PLAIN[1]], "tools": [TOOL]},
+        "the definitions of tools",
+    ),
+    "reasoning": (
+        CHATML,
+        {"messages": [PLAIN[0], {**PLAIN[1], "reasoning_content": "because"}]},
+        "reasoning",
+    ),
+    "the system's words": (
+        "{% for m in messages if m.role != 'system' %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}",
+        {"messages": [SYSTEM, *PLAIN]},
+        "the words of the system",
+    ),
+    "the developer's words": (
+        "{% for m in messages if m.role != 'developer' %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}",
+        {"messages": [{**SYSTEM, "role": "developer"}, *PLAIN]},
+        "the words of the developer",
+    ),
+}
 
 
-def test_template_that_leaves_out_the_words_beside_a_call_is_refused():
-    messages = [PLAIN[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
-    with pytest.raises(BadRow, match="cannot be located"):
-        encode(TOKENIZERS["llama3"], messages)
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize(("template", "value", "what"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_the_template_leaves_out_is_refused_or_noted(
+    template: str, value: dict[str, Any], what: str, train_on: str
+):
+    tokenizer = tokenizer_for(template)
+    with pytest.raises(BadRow, match=f"the chat template leaves out {what}; .* or set data.on_dropped to warn"):
+        encode_value(tokenizer, value, train_on=train_on)
+    (row,) = encode_value(tokenizer, value, train_on=train_on, on_dropped="warn")
+    assert row.dropped == (what,)
 
 
 @pytest.mark.parametrize("reasons", [[None, "because"], [None, None], ["once", "twice"]])
-def test_template_with_reasoning_in_the_last_turn_only_keeps_every_turn_trained(reasons: list[str | None]):
+def test_answers_that_lose_their_reasoning_once_another_follows_are_each_trained_as_they_are_generated(
+    reasons: list[str | None],
+):
     messages: list[dict[str, Any]] = []
     for i, reason in enumerate(reasons):
         answer = {"role": "assistant", "content": f"answer {i}", "reasoning_content": reason}
         messages += [{"role": "user", "content": f"question {i}"}, answer]
-    first, last = trained_text(TOKENIZER_WITH_REASONING, encode(TOKENIZER_WITH_REASONING, messages))
-    assert first == "answer 0<|im_end|>"
-    thought = f"<think>\n{reasons[1]}\n</think>\n\n" if reasons[1] else ""
-    assert last == f"{thought}answer 1<|im_end|>"
+    rows = encode_value(TOKENIZER_WITH_REASONING, {"messages": messages})
+    assert [trained_text(TOKENIZER_WITH_REASONING, row) for row in rows] == [
+        [f"<think>\n{reason or ''}\n</think>\n\nanswer {i}<|im_end|>"] for i, reason in enumerate(reasons)
+    ]
+    assert "<think>" not in TOKENIZER_WITH_REASONING.decode(rows[1].tokens[: rows[1].spans[0][0]])
 
 
 TOKENIZER_WITH_REASONING = tokenizer_for(QWEN3)
+
+
+@pytest.mark.parametrize("reason", [None, "because"])
+def test_reasoning_is_read_and_not_trained_where_that_is_asked_for(reason: str | None):
+    value = {"messages": [PLAIN[0], {**PLAIN[1], "reasoning_content": reason}]}
+    (with_it,), (without,) = (
+        encode_value(TOKENIZER_WITH_REASONING, value, train_think=train_think) for train_think in ("auto", "never")
+    )
+    assert without.tokens.tolist() == with_it.tokens.tolist()
+    assert trained_text(TOKENIZER_WITH_REASONING, with_it) == [f"<think>\n{reason or ''}\n</think>\n\nc d<|im_end|>"]
+    assert trained_text(TOKENIZER_WITH_REASONING, without) == ["c d<|im_end|>"]
+
+
+def test_reasoning_that_the_generation_prompt_has_opened_is_not_trained_either():
+    thought = "('<think>\\nwell\\n</think>\\n\\n' if message['role'] == 'assistant' else '')"
+    opened = CHATML.replace("message['content']", f"{thought} + message['content']")
+    opened = opened.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    tokenizer = tokenizer_for(opened)
+    assert trained_text(tokenizer, encode(tokenizer, PLAIN)) == ["well\n</think>\n\nc d<|im_end|>"]
+    assert trained_text(tokenizer, encode(tokenizer, PLAIN, train_think="never")) == ["c d<|im_end|>"]
+
+
+@pytest.mark.parametrize("thought", ["<think>hm</think>\n\n", "<think>\nhm\n</think>\n\n", "<think> hm</think>"])
+def test_block_of_reasoning_that_the_generation_prompt_has_opened_is_trained_once(thought: str):
+    tokenizer = tokenizer_for(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"))
+    row = encode(tokenizer, [PLAIN[0], {"role": "assistant", "content": f"{thought}Yes."}])
+    expected = thought.removeprefix("<think>").lstrip() + "Yes.<|im_end|>"
+    assert trained_text(tokenizer, row) == [expected]
+    assert tokenizer.decode(row.tokens).count("<think>") == 1
+
+
+@pytest.mark.parametrize("answer", ["Use <think> for that.", "<think> is a tag.", "Say <think>, then </think> x"])
+def test_end_of_a_turn_is_trained_though_the_words_hold_tags_of_reasoning(answer: str):
+    tokenizer = tokenizer_for(CHATML.replace("<|im_end|>", "<|end|>").replace("<|im_start|>", "<|eot|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|eot|>"]})
+    row = encode(tokenizer, [PLAIN[0], {"role": "assistant", "content": answer}], train_think="never")
+    assert trained_text(tokenizer, row)[-1].endswith("<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("variable", "thinks"), [("enable_thinking", "true"), ("thinking", "true"), ("reasoning_effort", "'high'")]
+)
+def test_template_is_told_to_reason_where_the_answer_does(variable: str, thinks: str):
+    prompt = f"<|im_start|>assistant\n<think>{{% if {variable} != {thinks} %}}</think>{{% endif %}}"
+    tokenizer = tokenizer_for(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    )
+    assert trained_text(tokenizer, encode(tokenizer, PLAIN)) == ["c d<|im_end|>"]
+    reasoned = [PLAIN[0], {**PLAIN[1], "reasoning_content": "because"}]
+    assert trained_text(tokenizer, encode(tokenizer, reasoned)) == ["because</think>c d<|im_end|>"]
 
 
 def test_template_without_an_end_of_turn_token_is_refused():
@@ -338,7 +449,7 @@ def test_tokenizer_with_several_templates_and_no_default_is_refused():
 
 
 def test_template_for_tools_is_taken_where_there_are_tools():
-    tokenizer = tokenizer_for({"default": CHATML, "tool_use": "tools " + CHATML})
+    tokenizer = tokenizer_for({"default": CHATML, "tool_use": "tools {{ tools | tojson }}" + CHATML})
     definitions = [{"type": "function", "function": {"name": "find"}}]
     rendered = [tokenizer.decode(encode(tokenizer, PLAIN, tools=given).tokens) for given in (None, definitions)]
     assert [text.startswith("tools ") for text in rendered] == [False, True]
@@ -376,14 +487,12 @@ def test_any_conversation_gives_turns_with_their_words_and_an_end_or_a_reason(
     try:
         messages = [PLAIN[0], *messages, PLAIN[1]]
         example = convert({"messages": messages, "tools": definitions}, "messages")
-        row = encode(tokenizer, messages, tools=definitions)
+        rows = encode_value(tokenizer, {"messages": messages, "tools": definitions})
     except BadRow:
         return
     assert example.messages is not None
     answers = [message for message in example.messages if message["role"] == "assistant"]
-    assert all(
-        message["content"].strip() in stretch
-        for message, stretch in zip(answers, trained_text(tokenizer, row), strict=True)
-    )
-    ends = [int(row.tokens[end - 1]) for _, end in row.spans]
-    assert {*ends} <= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    turns = sorted((first, text) for row in rows for (first, _), text in zip(row.spans, trained_text(tokenizer, row)))
+    assert all(message["content"].strip() in text for message, (_, text) in zip(answers, turns, strict=True))
+    ends = {int(row.tokens[end - 1]) for row in rows for _, end in row.spans}
+    assert ends <= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import scenarios
 import tiny
+from chat_templates import QWEN3, tokenizer_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.config import sections
 from finetune.data import dataset
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import InputError
@@ -121,13 +122,13 @@ def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_b
     assert rows[1].uncut_tokens > 99
     line = dataset.describe(rows, "training")
     assert "1 row truncated" in line
-    assert "1 dropped because no trained token was left" in line
+    assert "1 dropped as too long for max_length" in line
     assert "rows.jsonl:3" in line
     assert "max_length 32" in next(dataset.rejected_lines(rows))
 
 
 def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match=r"truncation to data\.max_length"):
+    with pytest.raises(InputError, match=r"has a trained token within data\.max_length"):
         read(tmp_path / "rows.jsonl", GOOD, max_length=3)
 
 
@@ -196,6 +197,54 @@ def test_rows_of_one_long_text_are_split_too(tmp_path: Path):
 def test_split_that_leaves_a_side_empty_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="choose another fraction"):
         dataset.split(read(tmp_path / "rows.jsonl", GOOD), 0.5)
+
+
+def test_copies_that_differ_in_what_is_not_trained_are_on_the_same_side(tmp_path: Path):
+    copies = [
+        {**conversation(f"tree {i}"), "id": f"{i}-{copy}", "score": copy} for copy in range(3) for i in range(300)
+    ]
+    rows = tiny.read_rows(write(tmp_path / "rows.jsonl", copies), TOKENIZER)
+    kept, held_out = dataset.split(rows, 0.3)
+    assert len(held_out) > 100
+    assert not {row.question for row in kept} & {row.question for row in held_out}
+
+
+def test_copies_that_differ_in_keys_of_their_messages_are_on_the_same_side(tmp_path: Path):
+    copies = [conversation("tree") for _ in range(3)]
+    copies[1]["messages"][0]["id"], copies[2]["messages"][1]["timestamp"] = "7", "2024-01-01"
+    rows = tiny.read_rows(write(tmp_path / "rows.jsonl", copies), TOKENIZER)
+    assert len(set(rows.column("split_hash").tolist())) == 1
+
+
+def test_answers_without_a_trained_token_within_max_length_are_counted(tmp_path: Path):
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+    tokenizer = tokenizer_for(QWEN3)
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    whole = dataset.read_rows([Source(str(path))], tokenizer, Settings(1000))
+    assert len(whole) == 3
+    rows = dataset.read_rows([Source(str(path))], tokenizer, Settings(int(whole.lengths[1]) - 4))
+    assert (len(rows), rows.summary["dropped"]) == (2, 1)
+    (line,) = dataset.rejected_lines(rows)
+    assert "1 of its answers have no trained token" in line
+
+
+def test_marks_of_untrained_answers_are_refused_where_everything_is_trained(tmp_path: Path):
+    row = {"messages": [*conversation("tree")["messages"], *conversation("river")["messages"]]}
+    row["messages"][1]["weight"] = 0
+    with pytest.raises(InputError, match=r"marked as not trained, but data\.train_on is all"):
+        dataset.read_rows([Source(str(write(tmp_path / "rows.jsonl", [row])))], TOKENIZER, Settings(64, train_on="all"))
+
+
+@pytest.mark.parametrize("column", ["split_hash", "weight_hash"])
+def test_sides_and_weights_are_those_of_the_words_whatever_the_tokenizer_and_its_length(tmp_path: Path, column: str):
+    path = write(tmp_path / "rows.jsonl", [conversation(f"tree {i}", "walks over the river") for i in range(50)])
+    bare = tiny.build_tokenizer("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}")
+    found = [
+        dataset.read_rows([Source(str(path))], tokenizer, Settings(length)).column(column).tolist()
+        for tokenizer, length in [(TOKENIZER, 64), (TOKENIZER, 24), (bare, 64)]
+    ]
+    assert found == found[:1] * 3
+    assert len({*found[0]}) == 50
 
 
 def test_sources_with_weights_are_trained_as_often_as_they_say(tmp_path: Path):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import yaml
+from chat_templates import QWEN3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -35,8 +36,7 @@ from finetune.config import command_line
 from finetune.data import formats
 from finetune.data.batches import Batches
 from finetune.data.dataset import Rows, read_rows
-from finetune.data.encoding import Encoder, Row
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.sampler import EMPTY, global_batch, positions_in
 from finetune.data.sources import Source
 from finetune.errors import InputError
@@ -68,7 +68,7 @@ def conversation(*contents: str) -> dict[str, Any]:
 
 
 def encode(*contents: str, max_length: int = 4096, tokenizer: Any = TOKENIZER) -> Row:
-    [result] = Encoder(tokenizer, train_on="assistant", max_length=max_length).encode(
+    [result] = Encoder(tokenizer, Settings(train_on="assistant", max_length=max_length)).encode(
         [("rows.jsonl:1", formats.convert(conversation(*contents), "auto"))]
     )
     assert isinstance(result, list)
@@ -229,6 +229,24 @@ class TestFigures:
         assert 5 < result["rows"]["held_out"] < 40
         assert result["sources"][0]["rows"] == 80
         assert result["sources"][0]["training_rows"] == result["rows"]["training"]
+
+    def test_rows_of_their_own_and_what_the_template_leaves_out_are_counted(
+        self, tmp_path: Path, configure: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    ):
+        (tmp_path / "template.jinja").write_text(QWEN3)
+        rows = [conversation("a", "b"), conversation("a", "b", "c", "d"), conversation("a", "b", "c", "d", "e", "f")]
+        rows[0]["tools"] = rows[1]["tools"] = [{"type": "function", "function": {"name": "find"}}]
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        arguments = configure(str(path), data__chat_template=str(tmp_path / "template.jinja"), data__on_dropped="warn")
+        result = as_json(arguments, capsys)
+        assert (result["formats"], result["rows"]["training"]) == ({"messages": 3}, 6)
+        assert result["dropped_by_template"] == {"the definitions of tools": 2}
+        assert commands.main(arguments) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "all rows 6 from 3 records: some need several" in shown
+        assert "left out the definitions of tools of 2 records, by the chat template" in shown
+        refused = as_json([*arguments, "--data.on_dropped", "error"], capsys, exit_code=2)
+        assert (refused["rows"]["rejected"], refused["dropped_by_template"]) == (2, {})
 
     @given(
         lengths=st.lists(st.integers(1, 300) | st.integers(1, 300_000), min_size=1, max_size=80),

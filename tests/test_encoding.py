@@ -19,13 +19,14 @@ from chat_templates import (
     text,
     tokenizer_for,
     trained_text,
+    turns_of,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding import Encoder, Row, Settings, TooLong
 from finetune.data.formats import convert
 from finetune.errors import BadRow
 
@@ -89,11 +90,11 @@ def test_special_token_strings_in_any_content_stay_text(family: str, messages: A
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     message = messages[i % len(messages)]
     attacked = [{**m, "content": m["content"][:at] + word + m["content"][at:]} if m is message else m for m in messages]
-    rows = [encode(tokenizer, each) for each in (attacked, messages)]
-    kept = [[token for token in row.tokens.tolist() if token in special] for row in rows]
+    rows = [encode_value(tokenizer, {"messages": each}) for each in (attacked, messages)]
+    kept = [[token for row in each for token in row.tokens.tolist() if token in special] for each in rows]
     assert kept[0] == kept[1]
-    assert tokenizer.decode(rows[0].tokens) == tokenizer.apply_chat_template(attacked, tokenize=False)
-    assert len(rows[0].spans) == len(rows[1].spans)
+    assert tokenizer.decode(rows[0][-1].tokens) == tokenizer.apply_chat_template(attacked, tokenize=False)
+    assert [len(row.spans) for row in rows[0]] == [len(row.spans) for row in rows[1]]
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real material that lies beside some checkouts")
@@ -105,7 +106,7 @@ def test_real_tokenizers_keep_special_token_strings_as_text(name: str):
     words = [f.format(word) for word in strings for f in ("x {} y", "x{0}{0}y", "x {}", "日本{}語")]
     attacked = [[{**m, "content": w} if m["role"] == role else m for m in PLAIN] for role in ROLES for w in words]
     # one encoder for all: it copies its tokenizer
-    encoder = Encoder(tokenizer, train_on="assistant", max_length=100)
+    encoder = Encoder(tokenizer, Settings(train_on="assistant", max_length=100))
     results = encoder.encode([("test", convert({"messages": messages}, "auto")) for messages in [PLAIN, *attacked]])
     (plain,), *rows = results
     for messages, written, (row,) in zip(attacked, words * 2, rows, strict=True):
@@ -126,8 +127,8 @@ def test_other_added_tokens_are_taken_as_they_are_when_a_user_writes_them():
 @given(messages=conversation(), data=st.data())
 def test_last_and_untrained_turns_choose_among_the_turns(family: str, messages: Any, data: st.DataObject):
     tokenizer = TOKENIZERS[family]
-    every = encode(tokenizer, messages)
-    assert encode(tokenizer, messages, train_on="last").spans == every.spans[-1:]
+    every = turns_of(encode_value(tokenizer, {"messages": messages}))
+    assert turns_of([encode(tokenizer, messages, train_on="last")]) == every[-1:]
     whole = encode(tokenizer, messages, train_on="all")
     assert whole.spans == [(1, len(whole.tokens))]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -136,11 +137,12 @@ def test_last_and_untrained_turns_choose_among_the_turns(family: str, messages: 
         {**m, "weight": int(answers.index(i) in trained)} if m["role"] == "assistant" else m
         for i, m in enumerate(messages)
     ]
-    chosen = encode(tokenizer, weighed)
-    assert chosen.tokens.tolist() == every.tokens.tolist()
-    assert chosen.spans == [every.spans[k] for k in trained]
-    assert encode(tokenizer, weighed, train_on="last").spans == [every.spans[trained[-1]]]
-    assert chosen.prompt_tokens == every.spans[trained[-1]][0]
+    rows = encode_value(tokenizer, {"messages": weighed})
+    assert turns_of(rows) == [every[k] for k in trained]
+    chosen = encode(tokenizer, weighed, train_on="last")
+    assert turns_of([chosen]) == [every[trained[-1]]]
+    assert chosen.prompt_tokens == len(every[trained[-1]][0])
+    assert rows[-1].question == chosen.question
     assert chosen.question == messages[answers[trained[-1]] - 1]["content"]
 
 
@@ -150,24 +152,42 @@ def test_last_and_untrained_turns_choose_among_the_turns(family: str, messages: 
 def test_prompt_is_what_the_template_renders_before_the_last_answer(family: str, data: st.DataObject):
     tokenizer, has_tools = TOKENIZERS[family], family in WITH_TOOLS
     messages = data.draw(conversation_with_tools(FAMILIES[family]) if has_tools else conversation())
-    row = encode(tokenizer, messages)
+    row = encode_value(tokenizer, {"messages": messages})[-1]
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    # the space that Mistral's template writes before an answer is in the answer's first token, or before it
-    assert tokenizer.decode(row.tokens[: row.prompt_tokens]).removesuffix(" ") == prompt
+    assert tokenizer.decode(row.tokens[: row.prompt_tokens]) == prompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(messages=conversation(), train_on=st.sampled_from(["assistant", "last", "all"]))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_cut_row_is_the_beginning_of_the_whole_row_at_every_length(family: str, messages: Any, train_on: str):
-    whole = encode(TOKENIZERS[family], messages, train_on=train_on)
+    whole = encode_value(TOKENIZERS[family], {"messages": messages}, train_on=train_on)[-1]
     for length in range(1, len(whole.tokens) + 2):
-        cut = encode(TOKENIZERS[family], messages, train_on=train_on, max_length=length)
+        cut = encode_value(TOKENIZERS[family], {"messages": messages}, train_on=train_on, max_length=length)[-1]
         assert cut.tokens.tolist() == whole.tokens[:length].tolist()
         assert cut.trained == whole.trained[:length]
         assert all(0 < first < end <= len(cut.tokens) for first, end in cut.spans)
         assert cut.prompt_tokens == (whole.prompt_tokens if whole.prompt_tokens < length else 0)
         assert cut.uncut_tokens == len(whole.tokens)
+
+
+@pytest.mark.parametrize("value", [{"messages": PLAIN * 2}, {"prompt": "a b", "completion": "c d e f g"}])
+def test_long_rows_lose_their_end_or_their_beginning_or_are_left_out(value: Any):
+    tokenizer = TOKENIZERS["chatml"]
+    (whole,) = encode_value(tokenizer, value)
+    for length in range(2, len(whole.tokens)):
+        (row,) = encode_value(tokenizer, value, max_length=length, too_long="keep_end")
+        assert row.tokens.tolist() == whole.tokens[-length:].tolist()
+        assert row.trained == [False, *whole.trained[-length + 1 :]]
+        assert row.uncut_tokens == len(whole.tokens)
+        with pytest.raises(TooLong, match=rf"^it has {len(whole.tokens)} tokens, more than data.max_length {length}$"):
+            encode_value(tokenizer, value, max_length=length, too_long="drop")
+        with pytest.raises(BadRow, match=r"tokens, more than data.max_length \d+; see data.too_long"):
+            encode_value(tokenizer, value, max_length=length, too_long="error")
+    for too_long in ("cut", "keep_end", "drop", "error"):
+        (row,) = encode_value(tokenizer, value, max_length=len(whole.tokens), too_long=too_long)
+        assert row.tokens.tolist() == whole.tokens.tolist()
+    assert len(encode_value(tokenizer, {"text": "a b c d e f g"}, max_length=4, too_long="error")) > 1
 
 
 def test_end_of_turn_is_trained_though_it_equals_pad():
@@ -181,6 +201,7 @@ def test_end_of_turn_is_trained_though_it_equals_pad():
 def test_space_that_the_header_swallows_does_not_train_the_header():
     tokenizer = tiny.build_tokenizer(
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     )
     tokens = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
@@ -341,10 +362,10 @@ def squeezed(words: str) -> str:
 @given(messages=conversation())
 def test_other_kinds_of_tokenizers_train_the_answers_and_the_ends_of_their_turns(kind: str, family: str, messages: Any):
     tokenizer, end = BY_KIND[kind, family], FAMILIES[family].end
-    row = encode(tokenizer, messages)
+    turns = [turn for _, turn in turns_of(encode_value(tokenizer, {"messages": messages}))]
     answers = [squeezed(message["content"]) + end for message in messages if message["role"] == "assistant"]
-    assert [squeezed(words) for words in trained_text(tokenizer, row)] == answers
-    ends = [row.tokens[last - 1] for _, last in row.spans]
+    assert [squeezed(tokenizer.decode(turn)) for turn in turns] == answers
+    ends = [turn[-1] for turn in turns]
     assert ends == [tokenizer.convert_tokens_to_ids(end)] * len(answers)
 
 
@@ -389,7 +410,7 @@ def test_rows_come_back_in_the_order_of_their_examples(kinds: list[str]):
         "pair": {"prompt": "a", "completion": "b"},
         "bad": {"messages": [PLAIN[0], {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
     }
-    encoder = Encoder(TOKENIZERS["chatml"], train_on="assistant", max_length=100)
+    encoder = Encoder(TOKENIZERS["chatml"], Settings(train_on="assistant", max_length=100))
     results = encoder.encode([(f"{kind}:{i}", convert(values[kind], "auto")) for i, kind in enumerate(kinds)])
     for i, (kind, result) in enumerate(zip(kinds, results, strict=True)):
         if kind == "bad":

@@ -89,15 +89,33 @@ def test_conversational_prompt_is_not_trained():
     assert convert(row, "auto") == Example([USER, ANSWER, USER, ANSWER], TOOLS, frozenset({1}))
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+NOT_TRAINED = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"loss": 0}]
+
+
+@pytest.mark.parametrize("mark", NOT_TRAINED)
 def test_marked_answers_are_not_trained(mark: dict[str, Any]):
-    kept = {**ANSWER, "weight": 1, "train": True}
+    kept = {**ANSWER, "weight": 1, "train": True, "training": None, "loss": True}
     assert example(USER, {**ANSWER, **mark}, USER, kept) == Example(
         [USER, ANSWER, USER, ANSWER], untrained=frozenset({1})
     )
     turns = [*ROWS["sharegpt"]["conversations"], *ROWS["sharegpt"]["conversations"]]
     turns[1] = {**turns[1], **mark}
     assert convert({"conversations": turns, "system": "be brief"}, "auto").untrained == {2}
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("content", ["", " \n", None, [], [{"type": "text", "text": ""}]])
+def test_empty_instruction_is_none_in_every_format(role: str, content: Any):
+    empty = {"role": role, "content": content}
+    assert example(empty, USER, ANSWER) == Example([USER, ANSWER])
+    marked = {**ANSWER, "weight": 0}
+    assert example(empty, USER, marked, USER, ANSWER).untrained == {1}
+    turns = [{"from": "system", "value": content}, *ROWS["sharegpt"]["conversations"]]
+    assert convert({"conversations": turns}, "auto") == Example([USER, ANSWER])
+    row = {"prompt": [empty, USER, ANSWER, USER], "completion": [ANSWER]}
+    assert convert(row, "auto") == Example([USER, ANSWER, USER, ANSWER], untrained=frozenset({1}))
+    if not isinstance(content, list):
+        assert convert({**ROWS["alpaca"], "system": content}, "auto") == Example([USER, ANSWER])
 
 
 def test_content_parts_are_joined():
@@ -214,8 +232,15 @@ for _ in range(900):
         ({"messages": [ANSWER]}, "begins with the assistant"),
         ({"messages": [{**USER, "role": "system"}, ANSWER, USER, ANSWER]}, "begins with the assistant"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn is excluded"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "neither 0 nor 1"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a key `weight` that is neither true nor false, 1 nor 0"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "neither true nor false"),
+        ({"messages": [USER, {**ANSWER, "loss": "no"}]}, "a key `loss` that is neither true nor false"),
+        ({"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0}]}]}, "has the key `train_detail`, and"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a", "train": False}]}]},
+            "contains a part with the key `train`",
+        ),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"a": 1}}, "`chat_template_kwargs` is not supported"),
         ({"messages": [USER, {**ANSWER, "tool_calls": {}}]}, "tool_calls that are not a list"),
         ({"messages": [USER, {**ANSWER, "tool_calls": ["look"]}]}, "without a function name"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"arguments": {}}}]}]}, "without a function name"),

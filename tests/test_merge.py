@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from finetune.cli import commands
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.errors import InputError, RunStopped
 from finetune.export import adapted_model, comparison

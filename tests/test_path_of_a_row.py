@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.data import batches, dataset, template_process
 from finetune.data.chat_template import ChatTemplate
-from finetune.data.encoding import Row
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Row, Settings
 from finetune.data.sources import Record, Source
 from finetune.training.loss import next_token_loss_sum
 

@@ -125,6 +125,7 @@ def test_byte_order_mark_and_windows_line_ends_are_harmless(tmp_path: Path, name
         (b'{"a": "\0"}', "not one JSON object"),
         (b"[" * 100_000, "nested too deeply|not one JSON object"),
         (b'{"a": ' + b"9" * 5000 + b"}", "number with too many digits"),
+        (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "has the key 'b' twice in one object"),
     ],
 )
 def test_bad_line_is_rejected_with_its_place_and_reason_and_the_rest_is_read(tmp_path: Path, line: bytes, reason: str):
@@ -172,6 +173,7 @@ def test_pretty_printed_object_is_one_rejection_that_says_what_to_do(tmp_path: P
         (b'[{"a": 1}]\n\n{"a": 2}', ["1", "!3"], "after the end"),
         (b'[{"a": 1},\n{"a": "\xff"}]', ["!2"], "not UTF-8"),
         (b"[\n" + b"[" * 100_000, ["!2"], "nested too deeply|broken"),
+        (b'[{"a": 1},\n{"a": 1, "a": 2},\n{"a": 2}]', ["1", "!2", "3"], "has the key 'a' twice in one object"),
     ],
 )
 def test_bad_element_of_an_array_is_rejected_with_its_line(
@@ -218,6 +220,25 @@ def test_table_without_usable_header_is_one_rejection(tmp_path: Path, header: by
     found = everything(tmp_path / "rows.csv", header + b"1,2\n3,4\n")
     assert places(found) == ["!1"]
     assert "no usable header" in rejected(found).reason
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"prompt;completion\n1;2\n", "its columns seem to be separated by semicolons; save it with commas"),
+        (b"prompt|completion\n1|2\n", "its columns seem to be separated by bars; save it with commas"),
+        (b",prompt,completion\n0,1,2\n", "as pandas writes an index; save it with index=False"),
+    ],
+)
+def test_table_of_another_program_is_one_rejection_that_says_what_to_do(tmp_path: Path, header: bytes, reason: str):
+    item = rejected(everything(tmp_path / "rows.csv", header))
+    assert item.source == f"{tmp_path / 'rows.csv'}:1"
+    assert reason in item.reason
+
+
+def test_blank_row_of_one_column_is_counted_and_a_blank_line_is_not(tmp_path: Path):
+    found = everything(tmp_path / "rows.csv", b'text\na\n""\n\n  \nb\n')
+    assert values(found) == [{"text": text} for text in ("a", "", "  ", "b")]
 
 
 @given(

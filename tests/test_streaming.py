@@ -10,7 +10,7 @@ import scenarios
 import tiny
 
 from finetune.data import streaming
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped
@@ -30,7 +30,7 @@ def stream(*paths: Path | Source, **changes: Any) -> Stream:
         "skip_bad_rows": False,
     }
     entries = [path if isinstance(path, Source) else Source(str(path)) for path in paths]
-    return Stream(entries, TOKENIZER, Settings(64), **(values | changes))
+    return Stream(entries, TOKENIZER, changes.pop("settings", Settings(64)), **(values | changes))
 
 
 def documents(work: Stream, step: int) -> list[Any]:
@@ -75,6 +75,31 @@ def test_weights_repeat_the_rows_of_a_source(tmp_path: Path):
     work = stream(Source(str(path), weight=2), global_batch_size=16)
     sources = [row.source for row in documents(work, 1)]
     assert sorted(sources) == sorted([f"{path}:{i}" for i in range(1, 9)] * 2)
+
+
+def test_sources_take_turns_by_their_weights(tmp_path: Path):
+    one, other = (tiny.write_conversations(tmp_path / f"{name}.jsonl", 400) for name in ("one", "other"))
+    work = stream(Source(str(one), weight=1), Source(str(other), weight=3))
+    assert len(work.first_window) == 1000
+    first = [row.source.partition(":")[0] for row in work.first_window]
+    assert [first[:count].count(str(other)) for count in (4, 400, 800, 1000)] == [3, 300, 600, 750]
+
+
+def test_source_of_which_a_part_is_kept_is_read_faster_so_that_its_rows_come_by_its_weight(tmp_path: Path):
+    one, other = (tiny.write_conversations(tmp_path / f"{name}.jsonl", 900) for name in ("one", "other"))
+    work = stream(Source(str(one), weight=1), Source(str(other), weight=0.5))
+    first = [row.source.partition(":")[0] for row in work.first_window]
+    for count in (300, 600, 900):
+        assert first[:count].count(str(other)) == pytest.approx(count / 3, rel=0.2)
+
+
+def test_stream_tells_what_the_template_leaves_out_of_its_first_documents(tmp_path: Path):
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 20)
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "because"}
+    rows = [json.dumps({"messages": [{"role": "user", "content": "a"}, thought]})] * 3
+    path.write_text(path.read_text() + "\n".join(rows))
+    work = stream(path, settings=Settings(64, on_dropped="warn"))
+    assert work.describe()[1:] == ["of the first 23 documents, the chat template leaves out reasoning of 3"]
 
 
 def test_bad_row_stops_the_run_with_its_line_or_is_told_once_and_skipped(tmp_path: Path):

@@ -14,8 +14,8 @@ import tiny
 from chat_templates import TOKENIZERS, tokenizer_for
 
 from finetune.data import template_process
-from finetune.data.encoding import Encoder
-from finetune.data.encoding_workers import RECORDS_AT_ONCE, Settings, encoded
+from finetune.data.encoding import Encoder, Settings
+from finetune.data.encoding_workers import RECORDS_AT_ONCE, encoded, records_of
 from finetune.data.sources import Source
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow, InputError, RunStopped
@@ -74,8 +74,8 @@ def cpu_seconds_of_children() -> float:
 def test_template_after_one_that_was_ended_is_rendered():
     with pytest.raises(InputError):
         TemplateProcess(tokenizer_for(ENDLESS["one operation of Python"]), seconds=0.2).render([ROW])
-    ((text, turns),) = TemplateProcess(TOKENIZERS["chatml"]).render([ROW])
-    assert [text[first:end] for first, end in turns] == ["c d<|im_end|>"]
+    ((found,),) = TemplateProcess(TOKENIZERS["chatml"]).render([ROW])
+    assert [found.text[first:end] for first, end in found.turns.values()] == ["c d<|im_end|>"]
 
 
 def test_answers_left_unread_by_an_interrupted_question_are_not_taken_for_those_of_the_next(
@@ -91,30 +91,30 @@ def test_answers_left_unread_by_an_interrupted_question_are_not_taken_for_those_
         with pytest.raises(KeyboardInterrupt):
             renders.render([ROW])
     other = Conversation("", [PLAIN[0], {"role": "assistant", "content": "other"}], None, "turns")
-    ((text, _),) = renders.render([other])
-    assert "other" in text
+    ((found,),) = renders.render([other])
+    assert "other" in found.text
 
 
 @pytest.mark.parametrize("family", ["chatml", "mistral"])
 def test_long_conversation_is_far_below_the_limit(family: str):
     renders = TemplateProcess(TOKENIZERS[family], seconds=1.0)
-    ((text, turns),) = renders.render([Conversation("", PLAIN * 2_000, None, "turns")])
-    assert len(turns) == 2_000
-    ((text, turns),) = renders.render(
+    ((found,),) = renders.render([Conversation("", PLAIN * 2_000, None, "turns")])
+    assert len(found.turns) == 2_000
+    ((found,),) = renders.render(
         [Conversation("", [PLAIN[0], {**PLAIN[1], "content": "日本\t" * 10**6}], None, "turns")]
     )
-    assert len(text) > 3 * 10**6
+    assert len(found.text) > 3 * 10**6
 
 
 def test_refusal_of_a_conversation_is_still_that_of_its_row_alone():
     renders = TemplateProcess(TOKENIZERS["llama3"])
     calls = [{"function": {"name": "f", "arguments": {}}}] * 2
-    refused, (text, _) = renders.render(
+    refused, (found,) = renders.render(
         [Conversation("", [PLAIN[0], {**PLAIN[1], "tool_calls": calls}], None, "turns"), ROW]
     )
     assert isinstance(refused, BadRow)
     assert "one call at a time" in str(refused)
-    assert "c d" in text
+    assert "c d" in found.text
 
 
 ASKS = """
@@ -128,7 +128,7 @@ tokenizer = PreTrainedTokenizerFast(
 )
 row = Conversation("", [{"role": "user", "content": "a"}], None, "text")
 renders = TemplateProcess(tokenizer)
-assert renders.render([row]) == [("a", [])]
+assert [[found.text for found in each] for each in renders.render([row])] == [["a"]]
 (child,) = psutil.Process().children()
 del renders
 assert not child.is_running()
@@ -151,12 +151,12 @@ def test_process_ends_with_the_last_that_renders_and_with_the_one_that_asked(tmp
 
 def test_data_whose_template_has_no_end_are_refused_at_once_though_every_thread_has_rows_of_them(tmp_path: Path):
     tokenizer = tokenizer_for(ENDLESS["loops within loops"])
-    encoder = Encoder(tokenizer, train_on="assistant", max_length=64)
+    encoder = Encoder(tokenizer, Settings(train_on="assistant", max_length=64))
     encoder.template = TemplateProcess(tokenizer, seconds=0.2)
     path = tiny.write_conversations(tmp_path / "rows.jsonl", rows=10 * RECORDS_AT_ONCE)
     began = cpu_seconds_of_children()
     with pytest.raises(InputError, match="seconds of CPU time"):
-        list(encoded([Source(str(path))], encoder, Settings(64)))
+        list(encoded(records_of([Source(str(path))]), encoder, Settings(64)))
     assert cpu_seconds_of_children() - began < 4  # of trying in each of the ten batches again, at least 9
 
 

@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from finetune.checkpoint import folder
 from finetune.checkpoint.manifest import OwnStretch, Part, StoredFile, file_name, merged
 from finetune.compat.fake_tensors import FakeStore
-from finetune.data.chat_template import ChatTemplate, Template
+from finetune.data.chat_template import ChatTemplate
 from finetune.data.packing import efficiency, pack
 from finetune.data.sampler import EMPTY, epoch_order, global_batch, heaviest_micro_batch, micro_batches, positions_in
+from finetune.data.templates import Template
 from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard
 from finetune.distributed.strategy import Strategy
@@ -60,9 +61,10 @@ def test_packing():
 
 def test_span_finding():
     tokenizer = TOKENIZERS["chatml"]
-    text, turns = ChatTemplate(Template.of(tokenizer)).render(CONVERSATION, None)
+    (found,) = ChatTemplate(Template.of(tokenizer)).render(CONVERSATION, None)
+    text, turns = found.text, found.turns
     assert text == "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\nc d<|im_end|>\n"
-    assert turns == [(53, 66)]
+    assert turns == {1: (53, 66)}
     assert text[53:66] == "c d<|im_end|>"
     row = encode(tokenizer, CONVERSATION)
     assert (len(row.tokens), row.spans, row.trained_tokens) == (19, [(14, 18)], 4)

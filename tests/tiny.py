@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from finetune.data import dataset
 from finetune.data.batches import collate
-from finetune.data.encoding import Row
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sources import Source
 

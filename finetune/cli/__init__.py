@@ -1,3 +1,3 @@
 """The ``finetune`` command: ``commands`` (all commands and their options), ``plan_verb``, ``data_verb``,
-``checkpoint_verb``, ``data_report`` (the data as the model sees them), ``demo_model``.
+``data_cache``, ``checkpoint_verb``, ``data_report`` (the data as the model sees them), ``demo_model``.
 """

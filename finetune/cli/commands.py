@@ -116,6 +116,13 @@ def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
         help="positions per second of all processes, to estimate the time of an epoch; default: measured by an "
         "earlier run with the same train.output_dir",
     )
+    data.add_argument("--cache", action="store_true", help="list the cache of prepared rows instead")
+    data.add_argument(
+        "--remove-older-than",
+        metavar="DAYS",
+        type=float,
+        help="with --cache: remove the prepared rows that were not used for so many days; 0 removes all",
+    )
     data.set_defaults(run=_data)
 
 
@@ -232,6 +239,12 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _data(options: argparse.Namespace) -> int:
+    if options.cache:
+        from finetune.cli.data_cache import show_cache
+
+        return show_cache(remove_older_than=options.remove_older_than, as_json=options.json)
+    if options.remove_older_than is not None:
+        raise InputError("--remove-older-than is for the cache; add --cache.")
     from finetune.cli.data_verb import show
 
     return show(

@@ -97,7 +97,7 @@ def _report(
     refuse_if_any(configuration_problems(cfg))
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
-    settings = settings_of(cfg.data)
+    settings = settings_of(cfg.data, tokenizer, spec)
     with Preparing(shown=shows_progress) as tell:
         # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)

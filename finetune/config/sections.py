@@ -92,14 +92,24 @@ class Data(Section):
     chat_template: str | None = None
     """File with a Jinja chat template to use instead of the tokenizer's."""
     max_length: PositiveInt = 2048
-    """Maximum tokens per row. Longer conversations are truncated at the end and counted; those left without a trained
-    token are dropped and counted. Longer plain texts are split into several rows and lose nothing."""
+    """Maximum tokens per row. What becomes of longer conversations is for too_long to say. Longer plain texts are split
+    into several rows and lose nothing."""
+    too_long: Literal["cut", "keep_end", "drop", "error"] = "cut"
+    """Conversations and answers of more than max_length tokens. cut: their end is cut off, and they are counted; those
+    left without a trained token are dropped and counted. keep_end: their beginning is cut off, system message
+    included. drop: they are left out and counted. error: each is an unusable row."""
     packing: bool = False
     """Pack several documents into one row of max_length tokens to avoid padding. A document does not attend to the
     others. global_batch_size and micro_batch_size then count packed rows."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are trained: every assistant answer including its end-of-turn token, only the last answer, or all
     tokens. For prompt and completion, it is the completion; for a plain text, all tokens."""
+    train_think: Literal["auto", "never"] = "auto"
+    """auto: whatever follows the generation prompt is trained, blocks of reasoning included, and the empty ones that
+    some templates write too. never: the model reads such blocks, and is not trained to write them."""
+    on_dropped: Literal["error", "warn"] = "error"
+    """error: a conversation of which the chat template leaves something out (the system's words, definitions of tools,
+    reasoning ...) is an unusable row. warn: train on what is left of it, and count it."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error: an unusable row stops the run before training. skip: train on the other rows, and write each skipped row
     to rejected.jsonl in the output folder, with the reason."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.rows import SHOWN, Rows, prepare
 from finetune.data.sources import Source
 from finetune.errors import InputError
@@ -102,10 +102,7 @@ def _refusal(rows: Rows) -> list[str]:
 def _why_empty(rows: Rows, max_length: int) -> str:
     dropped, rejected = rows.summary["dropped"], rows.summary["rejected"]
     if dropped and not rejected:
-        return (
-            f"none of the {dropped:,} rows has a trained token left after truncation to data.max_length "
-            f"{max_length}; raise it."
-        )
+        return f"none of the {dropped:,} rows has a trained token within data.max_length {max_length}; raise it."
     if rejected:
         source, reason = rows.summary["first_rejected"][0]
         every = (
@@ -133,7 +130,7 @@ def split(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
 def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
     """Rows repeated by the weight of their source, one pass after the other.
 
-    A fractional weight keeps the rows whose token hash falls below it; that hash is independent of the split's.
+    A fractional weight keeps the rows whose hash falls below it; that hash is independent of the split's.
 
     Raises:
         InputError: if no row is left.
@@ -141,7 +138,7 @@ def weigh(rows: Rows, weights: Sequence[float]) -> Rows:
     if all(weight == 1 for weight in weights):
         return rows
     weight = np.asarray(weights)[rows.column("origin")]
-    extra = rows.column("token_hash").astype(np.float64) / _WHOLE < weight % 1
+    extra = rows.column("weight_hash").astype(np.float64) / _WHOLE < weight % 1
     copies = weight.astype(np.int64) + extra
     chosen = np.concatenate([np.flatnonzero(copies > taken) for taken in range(max(1, copies.max()))])
     if not len(chosen):
@@ -167,9 +164,11 @@ def describe(rows: Rows, purpose: str) -> str:
     if summary["dropped"]:
         count, first = summary["dropped"], summary["first_dropped"]
         more = ", ..." if count > 3 else ""
-        text += f"; {count:,}{whose} dropped because no trained token was left ({', '.join(first[:3])}{more})"
+        text += f"; {count:,}{whose} dropped as too long for max_length ({', '.join(first[:3])}{more})"
     if summary["rejected"]:
         text += f"; {summary['rejected']:,}{whose} rejected"
+    for what, count in summary["left_out"].items():
+        text += f"; the chat template leaves out {what} of {count:,}{whose}"
     return text
 
 

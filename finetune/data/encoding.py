@@ -12,16 +12,18 @@ import copy
 import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat_template import Span
+from finetune.data.chat_template import Rendering, Span
 from finetune.data.formats import Example
+from finetune.data.messages import without_reasoning
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow
 
@@ -30,6 +32,33 @@ _NO_TEMPLATE = (
     "the tokenizer has no chat template to render conversations with; set data.chat_template to a Jinja file, or "
     "start from the model's instruction-tuned version"
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that change the rows, beside files and tokenizer."""
+
+    max_length: int
+    """Maximum tokens of a row; longer texts become several."""
+    format: str = "auto"
+    """One of ``formats.FORMATS``, or auto."""
+    train_on: str = "assistant"
+    """assistant, last or all."""
+    split_key: str | None = None
+    """Field whose value, instead of the whole row, decides the side of a train/eval split."""
+    too_long: str = "cut"
+    """What becomes of a conversation with more tokens: cut (its end is cut off), keep_end (its beginning), drop or
+    error. Plain texts become several rows whatever it says."""
+    train_think: str = "auto"
+    """auto trains reasoning where the model generates it; never leaves it to be read only."""
+    on_dropped: str = "error"
+    """error refuses a conversation of which the chat template leaves something out; warn counts it."""
+    turn_ends: tuple[str, ...] = ()
+    """Tokens at which generation stops, beside the tokenizer's own."""
+
+
+class TooLong(BadRow):
+    """A row that is left out because of its length."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +77,8 @@ class Row:
     """The question of the last answer, for display."""
     uncut_tokens: int = 0
     """Tokens before the row was cut at ``max_length``."""
+    dropped: tuple[str, ...] = ()
+    """What the chat template leaves out of the conversation."""
 
     @property
     def trained(self) -> list[bool]:
@@ -71,36 +102,39 @@ class _Text:
     turns: list[Span]
     question: str
     shielded: bool = False
+    dropped: tuple[str, ...] = ()
+    last: Span = (0, 0)
+    """The last answer, with its reasoning."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Tokens:
     """Tokens of a text, and the characters that each stands for."""
 
     ids: list[int]
-    offsets: Callable[[], list[Span]]
-    """Asked for only if the special tokens do not show where a span begins: it costs a third of the time."""
+    find_offsets: Callable[[], list[Span]]
+    specials: tuple[np.ndarray, list[int]] | None = None  # where they are, and the characters behind each
+
+    @cached_property
+    def offsets(self) -> list[Span]:
+        """Asked for only if the special tokens do not show where a span begins: it costs a third of the time."""
+        return self.find_offsets()
 
 
 class Encoder:
-    """Examples to rows, with one tokenizer and its chat template. May be shared between threads.
+    """Examples to rows, with one tokenizer and its chat template. May be shared between threads."""
 
-    Args:
-        train_on: "assistant" (every answer), "last" (the last one) or "all" (every token).
-        max_length: tokens of a row; longer conversations are cut at the end, longer texts into several rows.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str, max_length: int) -> None:
-        self.train_on, self.max_length = train_on, max_length
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
+        self.settings, self.train_on, self.max_length = settings, settings.train_on, settings.max_length
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding:  # as some tokenizers are published
             backend = copy.deepcopy(backend)
             backend.no_truncation()
             backend.no_padding()
         self.tokenizer: Tokenizer = backend
-        self.template = TemplateProcess(tokenizer) if tokenizer.chat_template else None
-        self._form: Literal["text", "turns"] = "text" if train_on == "all" else "turns"
-        self._tokens_between: dict[str, int] = {}
+        self.template = TemplateProcess(tokenizer, ends=settings.turn_ends) if tokenizer.chat_template else None
+        self._form: Literal["text", "turns"] = "text" if self.train_on == "all" else "turns"
+        self._tokens_in = lru_cache(maxsize=1000)(lambda text: len(backend.encode(text, add_special_tokens=False).ids))
         self.special_ids = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self.is_special = np.zeros(backend.get_vocab_size() + max(self.special_ids, default=0) + 1, bool)
         self.is_special[list(self.special_ids)] = True
@@ -126,42 +160,47 @@ class Encoder:
         return tokenizer
 
     def encode(self, examples: Sequence[tuple[str, Example]]) -> list[list[Row] | BadRow]:
-        """Rows of each (source, example), or why it cannot be used. Only plain text may give several rows.
+        """Rows of each (source, example), or why it cannot be used.
+
+        Several rows are made of a long plain text, and of a conversation whose answers no single text has as the model
+        generates them.
 
         Raises:
             InputError: if the chat template exceeds its limits of time or memory.
         """
-        texts = self._texts(examples)
-        plain = [i for i, text in enumerate(texts) if isinstance(text, _Text) and examples[i][1].messages is None]
-        chats = [
-            i
-            for i, ((_, example), text) in enumerate(zip(examples, texts))
-            if isinstance(text, _Text) and not text.shielded and example.messages is not None
-        ]
+        found = self._texts(examples)
+        texts = [(i, text) for i, each in enumerate(found) if not isinstance(each, BadRow) for text in each]
+        encoded = self._tokenize([(text, examples[i][1].messages is None) for i, text in texts])
+        results: list[list[Row] | BadRow] = [each if isinstance(each, BadRow) else [] for each in found]
+        for (i, text), tokens in zip(texts, encoded):
+            source, example = examples[i]
+            rows = results[i]
+            if isinstance(rows, BadRow):
+                continue
+            try:
+                is_plain = example.messages is None
+                rows += (
+                    self._plain_rows(source, example, text, tokens) if is_plain else [self._row(source, text, tokens)]
+                )
+            except BadRow as reason:
+                results[i] = reason
+        return results
+
+    def _tokenize(self, texts: Sequence[tuple[_Text, bool]]) -> list[_Tokens]:
+        """Tokens of each text; a plain one holds no special tokens, whatever its words look like."""
+        plain = [i for i, (_, is_plain) in enumerate(texts) if is_plain]
+        chats = [i for i, (text, is_plain) in enumerate(texts) if not is_plain and not text.shielded]
         encoded: dict[int, _Tokens] = {}
         if plain:
-            batch = self.literal.encode_batch([texts[i].text for i in plain], add_special_tokens=False)  # type: ignore[union-attr]
-            encoded |= {i: _Tokens(found.ids, partial(_offsets, found)) for i, found in zip(plain, batch)}
+            batch = self.literal.encode_batch([texts[i][0].text for i in plain], add_special_tokens=False)
+            encoded |= {i: _Tokens(found.ids, partial(getattr, found, "offsets")) for i, found in zip(plain, batch)}
         if chats:
-            words = [texts[i].text for i in chats]  # type: ignore[union-attr]
+            words = [texts[i][0].text for i in chats]
             batch = self.tokenizer.encode_batch_fast(words, add_special_tokens=False)
             encoded |= {
                 i: _Tokens(found.ids, partial(self._offsets_of, text)) for i, found, text in zip(chats, batch, words)
             }
-        results: list[list[Row] | BadRow] = []
-        for i, ((source, example), text) in enumerate(zip(examples, texts)):
-            if isinstance(text, BadRow):
-                results.append(text)
-                continue
-            tokens = encoded[i] if i in encoded else self._tokenize_shielded(text.text)
-            try:
-                if example.messages is None:
-                    results.append(self._plain_rows(source, example, text, tokens))
-                else:
-                    results.append([self._row(source, text, tokens)])
-            except BadRow as reason:
-                results.append(reason)
-        return results
+        return [encoded[i] if i in encoded else self._tokenize_shielded(text.text) for i, (text, _) in enumerate(texts)]
 
     def _offsets_of(self, text: str) -> list[Span]:
         return self.tokenizer.encode(text, add_special_tokens=False).offsets
@@ -171,37 +210,61 @@ class Encoder:
         turns = [(len(example.prompt), len(text))]
         return _Text(text, turns, example.prompt)
 
-    def _texts(self, examples: Sequence[tuple[str, Example]]) -> list[_Text | BadRow]:
-        """The text to tokenise of each example; all conversations are rendered at once."""
+    def _texts(self, examples: Sequence[tuple[str, Example]]) -> list[list[_Text] | BadRow]:
+        """The texts to tokenise of each example; all conversations are rendered at once."""
         if self.template is None:
             return [
-                self._plain(example) if example.messages is None else BadRow(_NO_TEMPLATE) for _, example in examples
+                [self._plain(example)] if example.messages is None else BadRow(_NO_TEMPLATE) for _, example in examples
             ]
         asked = {
-            i: Conversation(source, self._shield(example.messages), self._shield(example.tools), self._form)
+            i: Conversation(
+                source, self._shield(example.messages), self._shield(example.tools), self._form, self._trained(example)
+            )
             for i, (source, example) in enumerate(examples)
             if example.messages is not None
         }
         rendered = dict(zip(asked, self.template.render(list(asked.values()))))
-        texts: list[_Text | BadRow] = []
+        texts: list[list[_Text] | BadRow] = []
         for i, (_, example) in enumerate(examples):
             if i not in asked:
-                texts.append(self._plain(example))
+                texts.append([self._plain(example)])
             elif isinstance(found := rendered[i], BadRow):
                 texts.append(found)
             else:
-                texts.append(self._conversation(example, asked[i], *found))
+                texts.append(self._conversation(example, asked[i], found))
         return texts
 
-    def _conversation(self, example: Example, asked: Conversation, text: str, turns: list[Span]) -> _Text:
+    def _trained(self, example: Example) -> tuple[int, ...]:
+        """Indices of the answers that are trained."""
+        assert example.messages is not None
+        answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+        trained = tuple(i for i in answers if i not in example.untrained)
+        return trained[-1:] if self.train_on == "last" else trained
+
+    def _conversation(
+        self, example: Example, asked: Conversation, renderings: Sequence[Rendering]
+    ) -> list[_Text] | BadRow:
         messages = example.messages
         assert messages is not None
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [k for k, i in enumerate(answers) if i not in example.untrained]
-        if turns:
-            turns = [turns[k] for k in (trained if self.train_on == "assistant" else trained[-1:])]
-        question = messages[answers[trained[-1]] - 1]["content"]
-        return _Text(text, turns, question, asked.messages != messages or asked.tools != example.tools)
+        dropped = list(dict.fromkeys(chain.from_iterable(each.dropped for each in renderings)))
+        if dropped and self.settings.on_dropped == "error":
+            return BadRow(
+                f"the chat template leaves out {' and '.join(dropped)}; remove them from the row, set "
+                "data.chat_template to a template that writes them, or set data.on_dropped to warn to train without"
+            )
+        assert asked.trained is not None
+        shielded = asked.messages != messages or asked.tools != example.tools
+        texts = []
+        for each in renderings:
+            last = max(each.turns, default=asked.trained[-1])
+            question = messages[last - 1]["content"]
+            turns = list(each.turns.values())
+            if self.settings.train_think == "never":
+                spans = [span for turn in turns for span in without_reasoning(each.text, turn)]
+            else:
+                spans = turns
+            texts.append(_Text(each.text, spans, question, shielded, each.dropped, turns[-1] if turns else (0, 0)))
+        return texts
 
     def _shield(self, value: Any) -> Any:
         """The same value with a private-use character in place of each string that the tokenizer treats as special."""
@@ -228,9 +291,11 @@ class Encoder:
 
     def _row(self, source: str, text: _Text, tokens: _Tokens) -> Row:
         if self.train_on == "all":
-            return self._cut(tokens.ids, [(0, len(tokens.ids))], source)
+            return replace(self._fitting(tokens.ids, [(0, len(tokens.ids))], source), dropped=text.dropped)
         spans = [self._tokens_of(text, turn, tokens) for turn in text.turns]
-        return self._cut(tokens.ids, spans, source, spans[-1][0], text.question)
+        last = spans[-1] if text.turns[-1:] == [text.last] else self._tokens_of(text, text.last, tokens)
+        row = self._fitting(tokens.ids, spans, source, last[0], text.question)
+        return replace(row, dropped=text.dropped)
 
     def _plain_rows(self, source: str, example: Example, text: _Text, found: _Tokens) -> list[Row]:
         if self.eos is None:
@@ -238,34 +303,40 @@ class Encoder:
                 "the tokenizer has no end-of-sequence token, so the model would not learn to stop; set model.tokenizer "
                 "to one that has it"
             )
-        first = self._tokens_of(text, text.turns[0], found)[0] if example.prompt else 0
+        first, ids = 0, found.ids
+        if example.prompt:
+            first = self._tokens_of(text, text.turns[0], found)[0]
+            if found.offsets[first][0] < len(example.prompt):  # no model sees a token of both when it is asked
+                parts = (example.prompt, example.completion)
+                prompt, completion = (self.literal.encode(part, add_special_tokens=False).ids for part in parts)
+                if self.tokenizer.decode(prompt + completion) == self.tokenizer.decode(ids):  # and no space was added
+                    first, ids = len(prompt), prompt + completion
         first += len(self.begin)
-        tokens = self.begin + found.ids
+        tokens = self.begin + ids
         if example.ends and tokens[-1:] != [self.eos]:
             tokens = [*tokens, self.eos]
         if example.prompt:
             spans = [(0 if self.train_on == "all" else first, len(tokens))]
-            return [self._cut(tokens, spans, source, first, text.question)]
+            return [self._fitting(tokens, spans, source, first, text.question)]
         step = max(1, self.max_length - 1)  # rows overlap by a token, so that each token is predicted in one of them
         pieces = [tokens[i : i + self.max_length] for i in range(0, max(1, len(tokens) - 1), step)]
-        return [self._cut(piece, [(0, len(piece))], source) for piece in pieces]
+        return [self._fitting(piece, [(0, len(piece))], source) for piece in pieces]
 
-    def _between_specials(self, text: _Text, turn: Span, tokens: list[int]) -> Span | None:
+    def _between_specials(self, text: _Text, turn: Span, found: _Tokens) -> Span | None:
         """Where a span that ends with a special token should be, from the special tokens alone; to be verified.
 
         The text between the preceding special token and the span counts as many tokens as it has by itself.
         """
         if self.template is None or text.shielded:
             return None
-        places = np.flatnonzero(self.is_special[tokens])
-        ends = [special.end() for special in self.template.special.finditer(text.text)]
+        if found.specials is None:
+            behind = [special.end() for special in self.template.special.finditer(text.text)]
+            found.specials = np.flatnonzero(self.is_special[found.ids]), behind
+        places, ends = found.specials
         before, last = bisect_right(ends, turn[0]) - 1, bisect_left(ends, turn[1])
         if len(places) != len(ends) or before < 0 or last == len(ends) or ends[last] != turn[1]:
             return None
-        between = text.text[ends[before] : turn[0]]
-        if between not in self._tokens_between:
-            self._tokens_between[between] = len(self.tokenizer.encode(between, add_special_tokens=False).ids)
-        return int(places[before]) + 1 + self._tokens_between[between], int(places[last]) + 1
+        return int(places[before]) + 1 + self._tokens_in(text.text[ends[before] : turn[0]]), int(places[last]) + 1
 
     def _tokens_of(self, text: _Text, turn: Span, found: _Tokens) -> Span:
         """Tokens of a span of the text.
@@ -273,12 +344,12 @@ class Encoder:
         Raises:
             BadRow: if they do not decode to it.
         """
-        plain = self._between_specials(text, turn, found.ids)
+        plain = self._between_specials(text, turn, found)
         if plain and text.text[slice(*turn)] == self.tokenizer.decode(
             found.ids[slice(*plain)], skip_special_tokens=False
         ):
             return plain
-        tokens, offsets = found.ids, found.offsets()
+        tokens, offsets = found.ids, found.offsets
         first, end = bisect_left(offsets, (turn[0], -1)), bisect_left(offsets, (turn[1], -1))
         # a token that begins before the span belongs to it, unless it is a special one that swallowed white space
         while first > 0 and offsets[first - 1][1] > turn[0] and tokens[first - 1] not in self.special_ids:
@@ -295,23 +366,29 @@ class Encoder:
             )
         return first, end
 
-    def _cut(
+    def _fitting(
         self, tokens: list[int], spans: list[Span], source: str, prompt_tokens: int = 0, question: str = ""
     ) -> Row:
-        """A row no longer than ``max_length``, whose first token is not trained."""
-        spans = [(max(first, 1), min(end, self.max_length)) for first, end in spans]
+        """A row no longer than ``max_length``, whose first token is not trained.
+
+        Raises:
+            BadRow: if it is longer, and is not to be cut.
+        """
+        length, most = len(tokens), self.max_length
+        if length > most and self.settings.too_long in ("drop", "error"):
+            reason = f"it has {length:,} tokens, more than data.max_length {most:,}"
+            raise TooLong(reason) if self.settings.too_long == "drop" else BadRow(f"{reason}; see data.too_long")
+        first = max(0, length - most) if self.settings.too_long == "keep_end" else 0
+        last = min(length, first + most)
+        kept = [(max(begin, first + 1) - first, min(end, last) - first) for begin, end in spans]
         return Row(
-            np.array(tokens[: self.max_length], np.int32),
-            [(first, end) for first, end in spans if first < end],
+            np.array(tokens[first:last], np.int32),
+            [(begin, end) for begin, end in kept if begin < end],
             source,
-            prompt_tokens=prompt_tokens if prompt_tokens < self.max_length else 0,
+            prompt_tokens=prompt_tokens - first if first < prompt_tokens < last else 0,
             question=question,
-            uncut_tokens=len(tokens),
+            uncut_tokens=length,
         )
-
-
-def _offsets(found: Encoding) -> list[Span]:
-    return found.offsets
 
 
 def _without_spaces(text: str) -> str:

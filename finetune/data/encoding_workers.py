@@ -18,7 +18,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import formats, sources
-from finetune.data.encoding import Encoder, Row
+from finetune.data.encoding import Encoder, Row, Settings, TooLong
+from finetune.data.formats import Example
+from finetune.data.messages import reasoning_of
 from finetune.data.sources import Record, Rejected, Source
 from finetune.errors import BadRow
 from finetune.hardware import cores
@@ -27,17 +29,16 @@ RECORDS_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings that change the rows, beside files and tokenizer."""
+class Refused:
+    """A record that is not used."""
 
-    max_length: int
-    """Maximum tokens of a row."""
-    format: str = "auto"
-    """One of ``formats.FORMATS``, or auto."""
-    train_on: str = "assistant"
-    """assistant, last or all."""
-    split_key: str | None = None
-    """Field whose value, instead of the whole row, decides the side of a train/eval split."""
+    position: int
+    """Among the records of its batch."""
+    origin: int
+    """Number of the source."""
+    line: Rejected
+    too_long: bool = False
+    """Whether only because it is too long for ``max_length``."""
 
 
 @dataclass
@@ -47,33 +48,45 @@ class Encoded:
     rows: list[Row] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     split_hashes: list[int] = field(default_factory=list)
+    """Of what is trained, or of the value of ``split_key``: they decide the side of a train/eval split."""
+    weight_hashes: list[int] = field(default_factory=list)
+    """Of what is trained, independent of the former: they decide which rows a weight below 1 keeps."""
     formats: Counter[str] = field(default_factory=Counter)
-    refused: list[tuple[int, Rejected, bool]] = field(default_factory=list)
-    """Position of the record, why it is not used, and whether only because ``max_length`` left no trained token."""
+    """Of the records that rows were made of."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """What the chat template leaves out, by what it is, with the number of conversations."""
+    refused: list[Refused] = field(default_factory=list)
+    """In no order."""
 
 
 def first_rows(
     entries: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Settings, *, count: int
 ) -> list[Row]:
     """The first usable rows of the sources, without the cache."""
-    encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
-    return list(islice((row for batch in encoded(entries, encoder, settings) for row in batch.rows), count))
+    encoder = Encoder(tokenizer, settings)
+    batches = encoded(records_of(entries), encoder, settings)
+    return list(islice((row for batch in batches for row in batch.rows), count))
 
 
-def encoded(
-    entries: Sequence[Source], encoder: Encoder, settings: Settings, *, streaming: bool = False
-) -> Iterator[Encoded]:
-    """The rows of these sources in batches, in their order, made on several threads.
-
-    A few batches are under way at a time, so that memory does not grow with the data.
-
-    Args:
-        streaming: read datasets of the hub from there, without a copy on disk.
+def records_of(entries: Sequence[Source]) -> Iterator[tuple[int, Record | Rejected]]:
+    """The records of one source after the other, each with the number of its source.
 
     Raises:
         InputError: if a source cannot be read.
     """
-    records = ((origin, record) for origin, entry in enumerate(entries) for record in sources.read(entry, streaming))
+    return ((origin, record) for origin, entry in enumerate(entries) for record in sources.read(entry))
+
+
+def encoded(
+    records: Iterator[tuple[int, Record | Rejected]], encoder: Encoder, settings: Settings
+) -> Iterator[Encoded]:
+    """The rows of these records in batches, in their order, made on several threads.
+
+    A few batches are under way at a time, so that memory does not grow with the data.
+
+    Args:
+        records: each with the number of its source.
+    """
     threads = min(8, cores.usable() + 1)  # one more than cores, because they take turns at what Python does itself
     with ThreadPoolExecutor(threads) as pool:
         under_way: deque[Future[Encoded]] = deque()
@@ -94,40 +107,61 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
     kept = []
     for position, (origin, record) in enumerate(chunk):
         if isinstance(record, Rejected):
-            batch.refused.append((position, record, False))
+            batch.refused.append(Refused(position, origin, record))
             continue
         try:
             name = formats.detect(record.value) if settings.format == "auto" else settings.format
             example = formats.convert(record.value, settings.format)
-            kept.append((position, origin, record, name, example, _split_hash(record.value, settings.split_key)))
+            if settings.split_key is not None:
+                _value(record.value, settings.split_key)
+            if example.untrained and settings.train_on == "all":
+                raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
+            kept.append((position, origin, record, name, example))
         except BadRow as reason:
-            batch.refused.append((position, _reject(record, str(reason)), False))
-    results = encoder.encode([(record.source, example) for _, _, record, _, example, _ in kept])
-    for (position, origin, record, name, _, split_hash), result in zip(kept, results):
+            batch.refused.append(Refused(position, origin, _reject(record, str(reason))))
+    results = encoder.encode([(record.source, example) for _, _, record, _, example in kept])
+    for (position, origin, record, name, example), result in zip(kept, results):
         if isinstance(result, BadRow):
-            batch.refused.append((position, _reject(record, str(result)), False))
+            line = _reject(record, str(result))
+            batch.refused.append(Refused(position, origin, line, isinstance(result, TooLong)))
             continue
-        batch.formats[str(name)] += 1
         rows = [row for row in result if row.trained_tokens]
         if not rows:
             lost = f"no trained token is left of it at max_length {encoder.max_length}"
-            batch.refused.append((position, _reject(record, lost), True))
+            batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
+            continue
+        if len(rows) < len(result):
+            lost = f"{len(result) - len(rows)} of its answers have no trained token at max_length {encoder.max_length}"
+            batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
+        batch.formats[str(name)] += 1
+        batch.dropped.update({lost for row in rows for lost in row.dropped})
         batch.rows += rows
         batch.origins += [origin] * len(rows)
-        if len(result) > 1 and settings.split_key is None:  # a long text: each of its rows for itself
-            # another hash than that of the tokens alone, by which a weight below 1 chooses
-            batch.split_hashes += [hash_of(b"split" + row.tokens.tobytes()) for row in rows]
+        said = _what_is_trained(example)
+        # a long text: each of its rows for itself
+        each = [f"{said}{number}" for number in range(len(rows))] if example.messages is None else [said] * len(rows)
+        batch.weight_hashes += [hash_of(f"weight{words}".encode()) for words in each]
+        if settings.split_key is None:
+            batch.split_hashes += [hash_of(f"split{words}".encode()) for words in each]
         else:
-            batch.split_hashes += [split_hash] * len(rows)
+            batch.split_hashes += [hash_of(_value(record.value, settings.split_key).encode())] * len(rows)
     return batch
 
 
-def _split_hash(value: Any, key: str | None) -> int:
-    if key is not None:
-        if key not in value:
-            raise BadRow(f"it has no key {key!r}, which data.split_key names")
-        value = value[key]
-    return hash_of(json.dumps(value, sort_keys=True, default=str).encode())
+def _what_is_trained(example: Example) -> str:
+    """An example as text, the same for copies that differ in ids, dates or whatever else is not trained."""
+    messages = [
+        [message["role"], message["content"], reasoning_of(message)]
+        + [call["function"] for call in message.get("tool_calls", ())]
+        for message in example.messages or ()
+    ]
+    return json.dumps([messages, example.tools, example.prompt, example.completion], sort_keys=True, default=str)
+
+
+def _value(record: Any, key: str) -> str:
+    if key not in record:
+        raise BadRow(f"it has no key {key!r}, which data.split_key names")
+    return json.dumps(record[key], sort_keys=True, default=str)
 
 
 def hash_of(content: bytes) -> int:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.messages import canonical_messages, canonical_tools, check_characters, parsed
+from finetune.data.messages import (
+    canonical_messages,
+    canonical_tools,
+    check_characters,
+    is_empty_instruction,
+    parsed,
+)
 from finetune.errors import BadRow
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt-completion", "text")
@@ -132,11 +138,16 @@ def _conversation(
 ) -> Example:
     if not isinstance(turns, list) or not turns:
         raise BadRow(f"the key `{key}` is not a list of messages")
+    if value.get("chat_template_kwargs"):
+        raise BadRow(
+            "the key `chat_template_kwargs` is not supported: the chat template is the same for all rows; remove it"
+        )
+    untrained_until -= sum(map(is_empty_instruction, turns[:untrained_until]))
     messages, untrained = canonical_messages(turns)
     untrained |= {i for i in range(untrained_until) if messages[i]["role"] == "assistant"}
     if not system:
         return _example(messages, value, untrained)
-    if messages[0]["role"] == "system":
+    if messages and messages[0]["role"] == "system":
         raise BadRow("the row has both a key `system` and a system message; keep one of them")
     [first], _ = canonical_messages([{"role": "system", "content": system}])
     return _example([first, *messages], value, {i + 1 for i in untrained})

@@ -1,41 +1,79 @@
 """Messages and tool definitions in the one form that chat templates take, or the reason why not.
 
 It is OpenAI's form. Variants from clients and older data are converted: contents as lists of text parts, arguments as
-JSON text, ``function_call`` and the role ``function``.
+JSON text, ``function_call`` and the role ``function``. What a message says can be looked for in a rendered text.
+
+For example, the pieces of an answer ``<think>\\nhm\\n</think>\\n\\nYes.`` are "hm" and "Yes.": templates that know
+reasoning take the two apart, and write them with other white space.
 """
 
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from finetune.errors import BadRow
+
+Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKS = 0xF0000  # from here on code points are private, and taken as marks where contents are found in a rendering
 _REFUSED = re.compile(f"[\0\ud800-\udfff{chr(_MARKS)}-\U0010ffff]")
 _DEEPEST = 64  # levels of an argument or a tool definition
-_RESERVED = ("role", "content", "tool_calls", "function_call", "weight", "train")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys of a message under which templates look for what the model thought."""
+_BLOCKS = re.compile(
+    r"(?:<think>.*?</think>|\[THINK\].*?\[/THINK\]|<\|START_THINKING\|>.*?<\|END_THINKING\|>"
+    r"|<\|channel\|>analysis<\|message\|>.*?<\|end\|>|<\|channel>thought\n.*?<channel\|>)\s*",
+    re.DOTALL,
+)
+"""Reasoning as templates write it."""
+OPENED = re.compile(r"(<think>|\[THINK\])\s*\Z")
+"""A block of reasoning that a generation prompt has opened."""
+CLOSING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+_CLOSED = re.compile(r".*?(?:</think>|\[/THINK\])\s*", re.DOTALL)
+_THOUGHT = re.compile(r"(?:<think>|\[THINK\])(.*?)(?:</think>|\[/THINK\])", re.DOTALL)
+_TRAINED = ("weight", "train", "training", "loss")
+"""Keys by which other tools say whether an answer is trained: true or false, 1 or 0."""
+_UNSUPPORTED = ("train_detail", "training_detail")
+_RESERVED = ("role", "content", "tool_calls", "function_call", *_TRAINED)
 
 
-def canonical_messages(turns: list[Any]) -> tuple[list[dict[str, Any]], set[int]]:
+def canonical_messages(turns: list[Any]) -> tuple[list[Message], set[int]]:
     """Messages with ``role``, ``content`` (a string), ``tool_calls`` and all other keys with a string value.
 
-    A tool call is ``{"type": "function", "function": {"name": str, "arguments": dict}}``, preceded
-    by its ``id`` if it has one.
+    A system or developer message without text counts as absent, as an empty field for it does. A tool call is
+    ``{"type": "function", "function": {"name": str, "arguments": dict}}``, preceded by its ``id`` if it has one.
 
     Returns:
-        The messages, and the indices of assistant messages marked ``"weight": 0`` or ``"train": false``.
+        The messages, and the indices of assistant messages marked as not trained, such as with ``"weight": 0``.
 
     Raises:
         BadRow: naming the message by its number from 1.
     """
-    messages, untrained = [], set()
-    for index, turn in enumerate(turns):
-        message = _message(turn, index + 1)
+    messages: list[Message] = []
+    untrained = set()
+    for number, turn in enumerate(turns, start=1):
+        if is_empty_instruction(turn):
+            continue
+        message = _message(turn, number)
+        if message["role"] == "assistant" and len(turn) > 2 and not _is_trained(turn, f"message {number}"):
+            untrained.add(len(messages))
         messages.append(message)
-        if message["role"] == "assistant" and len(turn) > 2 and not _is_trained(turn, f"message {index + 1}"):
-            untrained.add(index)
     return messages, untrained
+
+
+def is_empty_instruction(turn: Any) -> bool:
+    """Whether a turn is a system or developer message without text."""
+    if not isinstance(turn, dict) or turn.get("role") not in ("system", "developer"):
+        return False
+    content = turn.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    return not content or (isinstance(content, str) and not content.strip())
 
 
 def canonical_tools(value: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -109,17 +147,27 @@ def _joined(parts: list[Any], where: str) -> str:
             raise BadRow(f"{where} contains {shown}; only parts of type 'text' can be trained on")
         if not isinstance(part.get("text"), str):
             raise BadRow(f"{where} contains a text part without text")
+        if marks := [key for key in _TRAINED if part.get(key) is not None]:
+            raise BadRow(
+                f"{where} contains a part with the key `{marks[0]}`, and only whole messages can be left untrained; "
+                "move it to the message"
+            )
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _is_trained(turn: dict[str, Any], where: str) -> bool:
-    weight, train = turn.get("weight"), turn.get("train")
-    if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-        raise BadRow(f"{where} (assistant) has a weight that is neither 0 nor 1")
-    if train is not None and not isinstance(train, bool):
-        raise BadRow(f"{where} (assistant) has a key `train` that is neither true nor false")
-    return weight != 0 and train is not False
+    for key in _UNSUPPORTED:
+        if turn.get(key):
+            raise BadRow(
+                f"{where} (assistant) has the key `{key}`, and only whole messages can be left untrained; "
+                "remove it, or set `train` to true or false"
+            )
+    marks = {key: turn[key] for key in _TRAINED if turn.get(key) is not None}
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float) or mark not in (0, 1):
+            raise BadRow(f"{where} (assistant) has a key `{key}` that is neither true nor false, 1 nor 0")
+    return all(marks.values())
 
 
 def _tool_calls(turn: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -158,11 +206,30 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is not JSON, so that it is refused as text."""
+    """The value of a JSON text; the text itself if it is not JSON, so that it is refused as text.
+
+    Raises:
+        BadRow: if an object in it has a key twice.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=with_each_key_once)
+    except BadRow:
+        raise
     except (ValueError, RecursionError):
         return text
+
+
+def with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for ``object_pairs_hook``.
+
+    Raises:
+        BadRow: if it has a key twice, of which readers of JSON keep one or the other.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRow(f"it has the key {twice[:40]!r} twice in one object")
+    return found
 
 
 def _check_value(value: Any, where: str) -> None:
@@ -179,7 +246,154 @@ def _check_value(value: Any, where: str) -> None:
                 below += [*item.keys(), *item.values()]
             elif item is not None and not isinstance(item, int | float):
                 raise BadRow(f"{where} contains a value of type {type(item).__name__}, which JSON does not support")
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise BadRow(f"{where} contains the number {item}, which JSON does not support")
         level = below
         if not level:
             return
     raise BadRow(f"{where} contains a value that is nested too deeply")
+
+
+def pieces(message: Message) -> list[str]:
+    """The texts of a message that are to stand in a rendering: content, reasoning, names and arguments of calls."""
+    return [*spoken_pieces(message), *reasoning_of(message), *call_pieces(message)]
+
+
+def spoken_pieces(message: Message) -> list[str]:
+    """A content without the blocks of reasoning that it holds."""
+    return [piece.strip() for piece in _THOUGHT.split(message["content"])[::2] if piece.strip()]
+
+
+def reasoning_of(message: Message) -> list[str]:
+    """The reasoning of a message: under keys of its own, or in blocks of its content."""
+    thoughts = _THOUGHT.split(message["content"])[1::2] if message["role"] == "assistant" else []
+    return [thought.strip() for thought in (*thoughts, *(message.get(key, "") for key in REASONING)) if thought.strip()]
+
+
+def call_pieces(message: Message) -> list[str]:
+    """Names of the tools that a message calls, and all texts in their arguments."""
+    found = []
+    for call in message.get("tool_calls", ()):
+        found += [call["function"]["name"], *_texts(call["function"]["arguments"])]
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+
+
+def defines(text: str, tool: dict[str, Any], messages: Sequence[Message]) -> bool:
+    """Whether a text defines a tool: its name and parameters stand there, and not only where the messages call it."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):  # a tool of the model's own
+        return all(standing(piece, text) for piece in _texts(tool))
+    name, parameters, description = function["name"], function.get("parameters"), function.get("description")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    if not all(standing(piece, text) for piece in (name, *(properties if isinstance(properties, dict) else ()))):
+        return False
+    if isinstance(description, str) and description.strip() and standing(description, text):
+        return True
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    return text.count(name) > calls.count(name)
+
+
+def has_words(message: Message, text: str) -> bool:
+    """Whether a text holds what a message says beside reasoning and calls: an answer as it is, others in any form."""
+    if message["role"] == "assistant":
+        return all(piece in text for piece in spoken_pieces(message))
+    return standing(message["content"], text)
+
+
+def dropped(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, text: str, turns: Mapping[int, tuple[int, int]]
+) -> list[str]:
+    """What does not stand in a rendering, in words for a sentence, each once and in the order of the conversation.
+
+    Of an answer that is no more than the history of a later one, reasoning may be left out: models do not see it again.
+
+    Args:
+        turns: by the index of an answer, where it is generated; empty for a text that is trained as a whole.
+    """
+    found = []
+    if tools and not all(defines(text, tool, messages) for tool in tools):
+        found.append("the definitions of tools")
+    for i, message in enumerate(messages):
+        there = text[slice(*turns[i])] if i in turns else text
+        if not has_words(message, there):
+            beside = " beside a tool call" if message.get("tool_calls") else ""
+            found.append(f"the words of the {message['role']}{beside}")
+        if not all(standing(piece, there) for piece in call_pieces(message)):
+            found.append("tool calls")
+        if (i in turns or not turns) and not all(standing(piece, there) for piece in reasoning_of(message)):
+            found.append("reasoning")
+    return list(dict.fromkeys(found))
+
+
+def standing(piece: str, text: str) -> bool:
+    """Whether a text holds a piece, as it is, as JSON writes it, or with other white space."""
+    piece = piece.strip()
+    if piece in text or json.dumps(piece, ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(piece.split()) in _squeezed(text)
+
+
+@lru_cache(maxsize=4)  # a text is asked for many pieces
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def laid_between(parts: Sequence[str], messages: Sequence[Message], text: str) -> list[tuple[int, int]] | None:
+    """Where each content stands in a text, between two of the parts that a template writes; None if it does not."""
+    if not text.startswith(parts[0]):
+        return None
+    position, places = len(parts[0]), []
+    for message, after in zip(messages, parts[1:]):
+        content = message["content"]
+        forms = [form for form in {content, content.strip()} if text.startswith(form + after, position)]
+        if len(forms) != 1:
+            return None
+        places.append((position, position + len(forms[0])))
+        position += len(forms[0]) + len(after)
+    return places if position == len(text) else None
+
+
+def with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The same messages, with the arguments of their calls as JSON text."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def without_reasoning(text: str, turn: tuple[int, int]) -> list[tuple[int, int]]:
+    """The parts of a turn around its blocks of reasoning, of which the generation prompt may have opened the first.
+
+    For example, of the turn "<think>\\nhm\\n</think>\\n\\nYes.<|im_end|>" the last 14 characters.
+    """
+    begin, end = turn
+    opened = OPENED.search(text, 0, begin) and _CLOSED.match(text, begin, end)
+    parts = []
+    for block in ([opened] if opened else []) + list(_BLOCKS.finditer(text, opened.end() if opened else begin, end)):
+        parts.append((begin, block.start()))
+        begin = block.end()
+    return [(first, last) for first, last in [*parts, (begin, end)] if first < last]

@@ -4,8 +4,10 @@ A folder of the cache holds them as Arrow. Its key is a fingerprint of files, to
 code.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -19,16 +21,16 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from finetune.cache import data_cache_folder, filled_once, key_of
-from finetune.data import chat_template, encoding, encoding_workers, formats, messages, sources
-from finetune.data.encoding import Encoder, Row
+from finetune.cache import data_cache_folder, filled_once, key_of, refuse_if_damaged, write_checksums
+from finetune.data import chat_template, encoding, encoding_workers, formats, messages, sources, templates
+from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import (
     Encoded,
-    Settings,
     encoded,
     hash_of,
     one_thread_a_call,
     rarely_collecting_garbage,
+    records_of,
 )
 from finetune.data.sources import Source
 from finetune.errors import InputError
@@ -46,6 +48,7 @@ SCHEMA = pa.schema(
         ("origin", pa.int32()),
         ("token_hash", pa.uint64()),
         ("split_hash", pa.uint64()),
+        ("weight_hash", pa.uint64()),
     ]
 )
 
@@ -65,22 +68,26 @@ def prepare(
         tell: called repeatedly with the current activity and the number of rows that are ready.
 
     Raises:
-        InputError: if a source cannot be read, or the cache cannot be written.
+        InputError: if a source cannot be read, or the cache cannot be written or is damaged.
     """
     key = key_of([sources.identity(entries), identity_of(tokenizer), vars(settings), _identity_of_code()])
     names = ", ".join(entry.path for entry in entries)
 
     def fill(work: Path) -> None:
-        encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
+        encoder = Encoder(tokenizer, settings)
         with one_thread_a_call(), rarely_collecting_garbage():
             _write(work, entries, encoder, settings, lambda rows: tell(f"Preparing {names}", rows))
 
-    return filled_once(
+    folder = filled_once(
         data_cache_folder() / key,
         fill,
         on_start=lambda: tell(f"Preparing {names}", 0),
         on_wait=lambda: tell(f"Waiting for another process to prepare {names}", 0),
     )
+    refuse_if_damaged(folder)
+    with contextlib.suppress(OSError):  # another user's, or on a disk that can only be read
+        os.utime(folder)  # `finetune data --cache` tells since when it was not used
+    return folder
 
 
 def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -92,7 +99,7 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def _identity_of_code() -> list[str]:
     """Other code may prepare other rows: libraries count by their version, ours by its text."""
-    modules = (chat_template, encoding, formats, messages, encoding_workers)
+    modules = (chat_template, encoding, formats, messages, encoding_workers, templates)
     files = [*(Path(str(module.__file__)) for module in modules), Path(__file__)]
     files += sorted(Path(str(sources.__file__)).parent.glob("*.py"))
     ours = [file.read_bytes() for file in files]
@@ -107,7 +114,7 @@ def _write(
         "truncated": 0,
         "largest_token": 0,
     }
-    rows_of, seen_formats = Counter[int](), Counter[str]()
+    rows_of, seen_formats, left_out = Counter[int](), Counter[str](), Counter[str]()
     rejected, dropped = 0, 0
     first_rejected: list[tuple[str, str]] = []
     first_dropped: list[str] = []
@@ -117,7 +124,7 @@ def _write(
         pa.ipc.new_file(file, SCHEMA) as arrow,
         (work / "rejected.jsonl").open("w", encoding="utf-8") as rejected_file,
     ):
-        for batch in encoded(entries, encoder, settings):
+        for batch in encoded(records_of(entries), encoder, settings):
             arrow_batch = _to_arrow(batch)
             arrow.write_batch(arrow_batch)
             for name in ("tokens", "spans"):
@@ -131,17 +138,21 @@ def _write(
             summary["truncated"] += len(cut)
             rows_of.update(batch.origins)
             seen_formats.update(batch.formats)
-            for _, line, was_dropped in sorted(batch.refused, key=lambda entry: entry[0]):
+            left_out.update(batch.dropped)
+            for refused in sorted(batch.refused, key=lambda each: each.position):
+                line = refused.line
                 rejected_file.write(json.dumps(vars(line)) + "\n")
-                if was_dropped:
+                if refused.too_long:
                     first_dropped += [line.source] if dropped < SHOWN else []
                     dropped += 1
                 else:
                     first_rejected += [(line.source, line.reason)] if rejected < SHOWN else []
                     rejected += 1
     summary |= {
+        "sources": [entry.path for entry in entries],
         "rows_of_source": [rows_of[origin] for origin in range(len(entries))],
         "formats": dict(seen_formats.most_common()),
+        "left_out": dict(left_out.most_common()),
         "rejected": rejected,
         "first_rejected": first_rejected,
         "dropped": dropped,
@@ -149,6 +160,7 @@ def _write(
         "fingerprint": digest.hexdigest(),
     }
     (work / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    write_checksums(work)
 
 
 def _to_arrow(batch: Encoded) -> pa.RecordBatch:
@@ -165,6 +177,7 @@ def _to_arrow(batch: Encoded) -> pa.RecordBatch:
         batch.origins,
         [hash_of(row.tobytes()) for row in tokens],
         batch.split_hashes,
+        batch.weight_hashes,
     ]
     arrays = [
         pa.array(column, kind.type) if isinstance(column, list) else column for column, kind in zip(columns, SCHEMA)

@@ -6,7 +6,7 @@ is reached by reading up to it, and rows are shuffled only within a window.
 """
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import key_of
 from finetune.data.batches import Batch, sources_of
-from finetune.data.encoding import Encoder, Row
-from finetune.data.encoding_workers import Encoded, Settings, encoded, hash_of
+from finetune.data.encoding import Encoder, Row, Settings
+from finetune.data.encoding_workers import Refused, encoded
 from finetune.data.packing import pack
 from finetune.data.sampler import positions_in
 from finetune.data.sources import Source, extent
+from finetune.data.sources.turns import in_turns, readings_of
 from finetune.errors import InputError, RunStopped, refuse_if_any
 
 WINDOW = 1000
@@ -54,7 +55,7 @@ class Stream:
         skip_bad_rows: bool,
     ) -> None:
         self.entries, self.settings, self.packing = entries, settings, packing
-        self.encoder = Encoder(tokenizer, train_on=settings.train_on, max_length=settings.max_length)
+        self.encoder = Encoder(tokenizer, settings)
         self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
         self.steps, self.vocabulary, self.skip_bad_rows = steps, vocabulary, skip_bad_rows
         self._rejected: list[str] = []
@@ -80,7 +81,12 @@ class Stream:
         """Lines for the run's output."""
         names = ", ".join(entry.path for entry in self.entries)
         packed = f", packed into rows of {self.settings.max_length:,} tokens" if self.packing else ""
-        return [f"streaming {names}: nothing is cached; rows are shuffled in windows of {WINDOW:,} documents{packed}"]
+        lost = Counter(what for row in self.first_window for what in row.dropped)
+        first = f"of the first {len(self.first_window):,} documents"
+        return [
+            f"streaming {names}: nothing is cached; rows are shuffled in windows of {WINDOW:,} documents{packed}",
+            *(f"{first}, the chat template leaves out {what} of {rows:,}" for what, rows in lost.most_common()),
+        ]
 
     def step(self, step: int) -> Batch:
         """The rows of an optimizer step, from 1; steps before it are read and passed over.
@@ -142,25 +148,24 @@ class Stream:
                 raise InputError(f"{names}: no row can be trained on; check the files with: finetune data.")
 
     def _one_pass(self, *, is_first: bool) -> Iterator[Row]:
-        """The rows of all sources, then again those with a weight above 1, so that copies stay apart."""
-        for copy in range(math.ceil(max(entry.weight for entry in self.entries))):
-            entries = [entry for entry in self.entries if entry.weight > copy]
-            for batch in encoded(entries, self.encoder, self.settings, streaming=True):
-                if is_first and copy == 0:
-                    self._reject(batch)
-                for row, origin in zip(batch.rows, batch.origins):
-                    self._refuse_if_unknown(row)
-                    left = entries[origin].weight - copy
-                    if left >= 1 or hash_of(row.tokens.tobytes()) / 2.0**64 < left:
-                        yield row
+        """The rows of all sources in turns, of each as often as its weight says."""
+        readings = readings_of(self.entries)
+        for batch in encoded(in_turns(readings), self.encoder, self.settings):
+            if is_first:
+                self._reject([each for each in batch.refused if readings[each.origin].is_first])
+            for row, origin, weight_hash in zip(batch.rows, batch.origins, batch.weight_hashes):
+                self._refuse_if_unknown(row)
+                share = readings[origin].share
+                if share == 1 or weight_hash / 2.0**64 < share:
+                    yield row
 
-    def _reject(self, batch: Encoded) -> None:
-        for _, refused, was_dropped in sorted(batch.refused, key=lambda entry: entry[0]):
-            self._rejected.append(json.dumps(vars(refused)))
-            if not (self.skip_bad_rows or was_dropped):
+    def _reject(self, records: Sequence[Refused]) -> None:
+        for refused in sorted(records, key=lambda each: each.position):
+            self._rejected.append(json.dumps(vars(refused.line)))
+            if not (self.skip_bad_rows or refused.too_long):
                 raise RunStopped(
-                    f"{refused.source}: {refused.reason}. The run stops at this row; fix it, or skip such rows "
-                    "with --data.on_bad_row skip."
+                    f"{refused.line.source}: {refused.line.reason}. The run stops at this row; fix it, or skip such "
+                    "rows with --data.on_bad_row skip."
                 )
 
     def _refuse_if_unknown(self, row: Row) -> None:

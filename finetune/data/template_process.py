@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +29,9 @@ from weakref import WeakValueDictionary
 
 import psutil
 
-from finetune.data.chat_template import ChatTemplate, Message, RenderingTooLong, Span, Template
+from finetune.data.chat_template import ChatTemplate, Rendering, RenderingTooLong
+from finetune.data.messages import Message
+from finetune.data.templates import Template
 from finetune.errors import BadRow, InputError, RunStopped
 from finetune.units import GIB
 
@@ -53,11 +55,14 @@ class Conversation:
     messages: Sequence[Message]
     tools: list[Any] | None
     form: Literal["turns", "text", "prompt"]
-    """turns: the text and the assistant's turns. text: the text alone. prompt: the same, with a turn begun."""
+    """turns: the texts with the answers that are trained. text: one text, with everything. prompt: the same, with a
+    turn begun."""
+    trained: tuple[int, ...] | None = None
+    """Indices of the answers that are trained, for the form "turns"; None for all."""
 
 
-Rendered = tuple[str, list[Span]]
-"""A text, and the characters of each assistant turn in it, where these were asked for."""
+Rendered = list[Rendering]
+"""The texts of a conversation: one, but for answers that no single text has as they are generated."""
 
 
 class TemplateProcess:
@@ -66,11 +71,14 @@ class TemplateProcess:
     All of a process's own share one child; it ends when the last of them is gone.
 
     Args:
+        ends: tokens at which generation stops, beside the tokenizer's own.
         seconds: CPU time for a conversation, to which ``SECONDS_PER_MESSAGE`` come.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, seconds: float = SECONDS) -> None:
-        template = Template.of(tokenizer)
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, ends: Iterable[str] = (), seconds: float = SECONDS
+    ) -> None:
+        template = Template.of(tokenizer, ends)
         self._seconds = seconds
         self.special = template.special
         """Finds the tokenizer's special tokens in a text."""
@@ -205,8 +213,10 @@ def _answer(template: ChatTemplate, conversation: Conversation) -> Rendered | Ba
     messages, tools = conversation.messages, conversation.tools
     try:
         if conversation.form == "turns":
-            return template.render(messages, tools)
-        return template.text(messages, tools, prompt=conversation.form == "prompt"), []
+            return template.render(messages, tools, conversation.trained)
+        if conversation.form == "text":
+            return [template.whole(messages, tools)]
+        return [Rendering(template.text(messages, tools, prompt=True), {})]
     except BadRow as reason:
         return reason
     except RenderingTooLong as reason:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.data import sources
 from finetune.data.dataset import named_sources
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any

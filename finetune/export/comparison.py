@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding_workers import Settings, first_rows
+from finetune.data.encoding import Settings
+from finetune.data.encoding_workers import first_rows
 from finetune.data.sources import Source
 from finetune.errors import InputError
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -102,6 +103,19 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
         ) from error
     refuse_if_any(_impossible_sizes(config.get_text_config().to_dict()))
     return config
+
+
+def end_tokens(config: PreTrainedConfig, path: str, *, revision: str | None) -> tuple[int, ...]:
+    """Tokens at which generation stops, by a model's generation_config.json, where it has one, and its config.json."""
+    try:
+        generation: Any = GenerationConfig.from_pretrained(path, revision=revision or "main")
+    except OSError:  # there is none
+        generation = None
+    found: set[int] = set()
+    for each in (generation, config, config.get_text_config()):
+        token = getattr(each, "eos_token_id", None)
+        found.update([token] if isinstance(token, int) else token or ())
+    return tuple(sorted(found))
 
 
 def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
@@ -337,7 +351,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
             raise InputError(
                 f"eval.prompts: {rendered}; ask held-out rows instead, for example with --eval.prompts 3."
             ) from rendered
-        tokens.append(list(tokenizer(rendered[0], add_special_tokens=False)["input_ids"]))
+        tokens.append(list(tokenizer(rendered[0].text, add_special_tokens=False)["input_ids"]))
     return tokens
 
 

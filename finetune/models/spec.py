@@ -56,6 +56,11 @@ class ModelSpec:
         return loading.stored_dtype(self.config)
 
     @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens at which generation stops, by generation_config.json and config.json."""
+        return loading.end_tokens(self.config, self.section.path, revision=self.section.revision)
+
+    @cached_property
     def skeleton(self) -> PreTrainedModel:
         """The model's modules without weights, on the meta device."""
         return loading.without_weights(self.config, self.section.trust_remote_code)

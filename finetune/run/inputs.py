@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config import sections
 from finetune.data import batches, dataset, streaming
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Settings
 from finetune.data.rows import Rows
 from finetune.errors import refuse_if_any
 from finetune.models import loading
@@ -30,9 +30,19 @@ def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedToke
     )
 
 
-def settings_of(data: sections.Data) -> Settings:
+def settings_of(data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Settings:
     """How records become rows."""
-    return Settings(format=data.format, train_on=data.train_on, max_length=data.max_length, split_key=data.split_key)
+    known = tokenizer.added_tokens_decoder
+    return Settings(
+        format=data.format,
+        train_on=data.train_on,
+        max_length=data.max_length,
+        split_key=data.split_key,
+        too_long=data.too_long,
+        train_think=data.train_think,
+        on_dropped=data.on_dropped,
+        turn_ends=tuple(known[token].content for token in spec.end_tokens if token in known),
+    )
 
 
 def load_rows(
@@ -48,7 +58,7 @@ def load_rows(
     """
     train = dataset.named_sources(data.train)
     held_out = data.eval if isinstance(data.eval, float) else dataset.named_sources(data.eval)
-    settings, skip = settings_of(data), data.on_bad_row == "skip"
+    settings, skip = settings_of(data, tokenizer, spec), data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if data.streaming:
             assert not isinstance(held_out, float)  # refused before
@@ -83,7 +93,7 @@ def batches_of(
     return streaming.Stream(
         dataset.named_sources(data.train),
         tokenizer,
-        settings_of(data),
+        settings_of(data, tokenizer, spec),
         steps=train.steps,
         vocabulary=spec.text_config.vocab_size,
         skip_bad_rows=data.on_bad_row == "skip",

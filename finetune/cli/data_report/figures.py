@@ -46,7 +46,7 @@ class RowFigures:
     """Training rows per epoch, by the weights."""
     rejected: int
     dropped: int
-    """Rows whose trained tokens are all beyond max_length."""
+    """Records that are too long for max_length, by data.too_long or because no trained token is within it."""
     truncated: int
     """Training rows truncated at max_length."""
     tokens_cut: int
@@ -101,7 +101,11 @@ class Report:
 
     sources: list[SourceFigures]
     formats: dict[str, int]
-    """Records of each format, over all sources."""
+    """Records of each format that rows were made of, over all sources."""
+    prepared_rows: int
+    """Made of these records, before weights."""
+    dropped_by_template: dict[str, int]
+    """What the chat template leaves out, and of how many records that are trained all the same."""
     rows: RowFigures
     tokens: TokenFigures
     max_length: int
@@ -178,7 +182,9 @@ def report(
     chosen = spread(distinct.lengths, distinct.column("origin"), shown_rows)
     return Report(
         sources=_source_figures(train, held_out, train_sources, held_out_sources),
-        formats=dict(sum((Counter(store.summary["formats"]) for store in stores), Counter())),
+        formats=_added_up(stores, "formats"),
+        prepared_rows=sum(store.summary["rows"] for store in stores),
+        dropped_by_template=_added_up(stores, "left_out"),
         rows=RowFigures(
             training=len(distinct),
             held_out=0 if held_out is None else len(held_out),
@@ -215,6 +221,10 @@ def report(
         ],
         refusal=" ".join([*rejects, *problems]) or None,
     )
+
+
+def _added_up(stores: Sequence[Rows], counts: str) -> dict[str, int]:
+    return dict(sum((Counter(store.summary[counts]) for store in stores), Counter()).most_common())
 
 
 def _sum(numbers: np.ndarray) -> int:

@@ -52,17 +52,24 @@ def sections(report: Report) -> list[Section]:
     """What is said between the sources and the histogram."""
     rows, tokens, lengths = report.rows, report.tokens, report.lengths
     shared = f"; {rows.shared_with_held_out:,} of them also appear in the training rows"
+    records, made = sum(report.formats.values()), report.prepared_rows
     of_rows = [
-        ("formats", ", ".join(f"{name} {records:,}" for name, records in report.formats.items())),
+        ("formats", ", ".join(f"{name} {count:,}" for name, count in report.formats.items())),
+        *([("all rows", f"{made:,} from {records:,} records: some need several")] if made != records else []),
         ("training rows", f"{rows.training:,}"),
+        *([("per epoch", f"{rows.per_epoch:,}")] if _is_weighted(report) else []),
         ("held-out rows", f"{rows.held_out:,}{shared if rows.shared_with_held_out else ''}"),
         ("rejected", f"{rows.rejected:,}"),
         (
             "dropped",
-            f"{rows.dropped:,}" + (", because truncation at max_length left no trained token" if rows.dropped else ""),
+            f"{rows.dropped:,}" + (", too long for max_length" if rows.dropped else ""),
         ),
         ("truncated", f"{rows.truncated:,}" + (f", by {rows.tokens_cut:,} tokens" if rows.truncated else "")),
         ("duplicates", f"{rows.duplicates:,}" + (" with the same tokens as an earlier row" if rows.duplicates else "")),
+        *(
+            ("left out", f"{what} of {count:,} records, by the chat template")
+            for what, count in report.dropped_by_template.items()
+        ),
     ]
     of_tokens = [
         ("tokens", f"{tokens.total:,}"),
@@ -72,8 +79,6 @@ def sections(report: Report) -> list[Section]:
         ("", f"90th percentile {lengths.percentile_90:,}, 99th percentile {lengths.percentile_99:,}"),
         ("", f"shortest {lengths.shortest:,}, longest {lengths.longest:,}"),
     ]
-    if _is_weighted(report):
-        of_rows.insert(2, ("per epoch", f"{rows.per_epoch:,}"))
     return [
         Section("Rows", of_rows),
         Section("Tokens", of_tokens, "Training rows by length in tokens, before truncation:"),

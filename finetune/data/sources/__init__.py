@@ -1,6 +1,7 @@
 """Data sources by name: files, globs, folders and hub datasets, read one record at a time.
 
-``names`` resolves a name, ``reading`` returns its records, and the other modules each read one kind of file.
+``names`` resolves a name, ``reading`` returns its records, ``turns`` those of several sources by their weights, and the
+other modules each read one kind of file.
 """
 
 from finetune.data.sources.names import Source, extent, identity, problems

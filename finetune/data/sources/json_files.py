@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from finetune.data.messages import with_each_key_once
 from finetune.data.sources.byte_stream import BYTE_ORDER_MARK, damaged, escaped, numbered_lines
 from finetune.data.sources.record import Record, Rejected
+from finetune.errors import BadRow
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 
@@ -35,7 +37,9 @@ def _json_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
         text = line.decode().removeprefix(BYTE_ORDER_MARK).rstrip()  # on any line: files with a mark are concatenated
         if not text:
             return None, ""
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=with_each_key_once)
+    except BadRow as error:
+        return None, str(error)
     except UnicodeDecodeError as error:
         return None, f"the line is not UTF-8 (byte {error.start + 1})"
     except json.JSONDecodeError as error:
@@ -85,7 +89,7 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
             f"{path}:{line}", "the file is not UTF-8 from here on, and a JSON array cannot be read in part", ""
         )
         return
-    decode = json.JSONDecoder().raw_decode
+    decode = json.JSONDecoder(object_pairs_hook=with_each_key_once).raw_decode
     position, line = text.index("[") + 1, 1
     counted = 0
 
@@ -100,17 +104,21 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, end = decode(text, position)
+            reason = "" if isinstance(value, dict) else "the element is not an object"
+        except BadRow as error:
+            (value, end), reason = json.JSONDecoder().raw_decode(text, position), str(error)
         except (ValueError, RecursionError) as error:
-            what = {json.JSONDecodeError: "is broken JSON", RecursionError: "is nested too deeply"}.get(
-                type(error), "has a number with too many digits"
-            )
+            what = {
+                json.JSONDecodeError: "is broken JSON",
+                RecursionError: "is nested too deeply",
+            }.get(type(error), "has a number with too many digits")
             reason = f"the element {what}, and the rest of the array cannot be read"
             yield Rejected(f"{path}:{line}", reason, text[position : position + 1000])
             return
-        if isinstance(value, dict):
+        if not reason:
             yield Record(f"{path}:{line}", value)
         else:
-            yield Rejected(f"{path}:{line}", "the element is not an object", text[position : min(end, position + 1000)])
+            yield Rejected(f"{path}:{line}", reason, text[position : min(end, position + 1000)])
         position = skip_blank(end)
         closed = text.startswith("]", position)
         if not closed and not text.startswith(",", position):

@@ -68,12 +68,11 @@ def table(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[Reco
             reason = f"the row is not CSV ({str(error).partition(' - ')[0]})"  # what follows is for programmers
         reason = lines.fault or reason
         source = f"{path}:{lines.first}"
-        if not reason and len(row) <= 1 and not "".join(row).strip():
-            continue
+        if not reason and (not row or (not header and not "".join(row).strip())):
+            continue  # a blank line
         if not header:
             header = row
-            if reason or len(set(header)) < len(header) or not all(header):
-                reason = reason or "a column has no name or a duplicate name"
+            if reason := reason or _header_problem(header, delimiter):
                 yield Rejected(source, f"the file has no usable header, so it is not read: {reason}", lines.raw)
                 return
         elif reason or len(row) != len(header):
@@ -83,6 +82,18 @@ def table(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[Reco
             yield Rejected(source, reason, lines.raw)
         else:
             yield Record(source, dict(zip(header, row)))
+
+
+def _header_problem(header: list[str], delimiter: str) -> str:
+    """What is wrong with the names of columns, a clause; empty if nothing is."""
+    if len(header) == 1:
+        names = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+        found = [name for separator, name in names.items() if separator != delimiter and separator in header[0]]
+        wanted = names[delimiter]
+        return f"its columns seem to be separated by {found[0]}; save it with {wanted}, or as JSONL" if found else ""
+    if not header[0] and all(header[1:]):
+        return "its first column has no name, as pandas writes an index; save it with index=False"
+    return "a column has no name or a duplicate name" if len(set(header)) < len(header) or not all(header) else ""
 
 
 def text_blocks(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
