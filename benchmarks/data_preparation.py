@@ -56,7 +56,7 @@ def prepare_ours(file: str, tokenizer_folder: str, max_length: int) -> dict[str,
     """One preparation by this toolkit, timed."""
     from finetune.data import dataset
     from finetune.data.batches import Batches
-    from finetune.data.encoding_workers import Settings
+    from finetune.data.encoding import Settings
     from finetune.models import loading
 
     tokenizer = loading.load_tokenizer(tokenizer_folder, revision=None, trust_remote_code=False, chat_template=None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    chat_templates,
     checkpoint_speed,
     compatibility_table,
     configuration_tables,
@@ -28,6 +29,7 @@ from benchmarks import (
     parity_table,
     plan_example,
     resume_table,
+    template_table,
     trl_reference,
 )
 
@@ -53,6 +55,8 @@ PARTS = {
     "strategy files": Part("README.md", configuration_tables.strategy_table),
     "plan example": Part("docs/planner.md", plan_example.example),
     "compatibility table": Part("docs/compatibility.md", compatibility_table.table),
+    "template table": Part("docs/data.md", template_table.table),
+    "template sweep": Part("docs/data.md", lambda: chat_templates.sentence(recorded(chat_templates.RESULTS))),
     "parity table": Part("docs/strategies.md", lambda: parity_table.table(recorded(parity_table.RESULTS))),
     "resume table": Part("docs/checkpoints.md", lambda: resume_table.table(recorded(resume_table.RESULTS))),
     "kills table": Part("docs/checkpoints.md", lambda: kills.table(recorded(kills.RESULTS)["runs"])),
