@@ -29,8 +29,7 @@ from finetune.cli.demo_model import demo_model
 from finetune.config import sections
 from finetune.data import dataset, sources
 from finetune.data.batches import IGNORED
-from finetune.data.encoding import Row
-from finetune.data.encoding_workers import Settings
+from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sampler import global_batch
 from finetune.errors import InputError, refuse_if_any
@@ -172,6 +171,7 @@ def assert_same_start(theirs: Any, path: str, *, four_bits: bool) -> None:
         model,
         sections.Adapter(type="lora", rank=RANK, alpha=ALPHA),
         base=path,
+        revision=None,
         dtype=torch.float32,
         seed=SEED,
     )
