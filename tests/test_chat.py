@@ -64,14 +64,14 @@ def check_against_search(family: str, messages: Any, definitions: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversation())
 def test_trained_tokens_are_the_answers_and_the_ends_of_their_turns(family: str, messages: Any):
     check_against_search(family, messages, None)
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_trained_tokens_are_the_answers_and_calls_and_the_ends_of_their_turns(family: str, data: st.DataObject):
     check_against_search(family, data.draw(conversation_with_tools(FAMILIES[family])), data.draw(tools))

@@ -405,7 +405,7 @@ ALPACA_KEYS = ["instruction", "input", "output", "history"]
     | st.dictionaries(st.sampled_from([*KEYS, *ALPACA_KEYS, "chosen", "rejected"]), JSON | st.lists(JSON, max_size=4)),
     format=st.sampled_from([*FORMATS, "auto"]),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_json_value_gives_an_example_or_a_reason(row: Any, format: str):
     try:
         found, reason = convert(row, format), ""

@@ -41,7 +41,7 @@ AXES: dict[str, list[Any]] = {
     "mode": list(MODES),
     "strategy": ["single", "single", "ddp", "fsdp2", "hsdp", "fsdp2_offload"],
     "processes": [2, 3, 4, 8],
-    "layers": [1, 2, 3, 5, 8, 12],
+    "layers": [1, 2, 3, 4, 5, 6],
     "hidden": [96, 128, 192, 256],
     "wider": [1.5, 2.7, 3.5],
     "heads": [2, 4, 8],
