@@ -10,7 +10,8 @@ compared:
 - Trained tokens: those that follow the generation prompt, up to the first token behind the words at which generation
   stops (the difference of two renderings). Where a template changes what stands before the generation prompt, both
   renderings are compared from the last question on. Where it drops the reasoning that its generation prompt begins,
-  this and ``</think>`` are to stand before the words. An answer of which nothing tells is counted as not compared.
+  this and ``</think>`` are to stand before the words, and where it writes that block itself, it stands once. An answer
+  of which nothing tells is counted as not compared.
 - Marks: a file that marks what is generated is examined twice. With its marks, the rows are compared with them; without
   them, each answer is compared with the marks of the conversation up to it.
 
@@ -159,8 +160,11 @@ def generated(subject: Subject, talk: Talk, i: int) -> tuple[str, str] | None:
     prompt, whole = render(talk.messages[:i], add_generation_prompt=True), render(talk.messages[: i + 1])
     before, opens, nothing = prompt.rstrip().rpartition("<think>")
     if opens and not nothing and whole.startswith(before):  # the model reasons, and the template drops that
+        written = whole[len(before) :]
+        if written.startswith("<think>"):  # with other white space than the prompt, and the model reasons once
+            return prompt, written.removeprefix("<think>").lstrip()
         thought = "".join(re.findall(r"thought\d", str(talk.messages[i])))
-        return prompt, f"{thought}\n</think>\n\n{whole[len(before) :]}"
+        return prompt, f"{thought}\n</think>\n\n{written}"
     question = talk.messages[i - 1]["content"].strip()
     begun, answered = prompt.rpartition(question)[2], whole.rpartition(question)[2]
     return (prompt, answered[len(begun) :]) if question in whole and answered.startswith(begun) else None

@@ -131,7 +131,7 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
             batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
             continue
         if len(rows) < len(result):
-            lost = f"{len(result) - len(rows)} of its answers have no trained token at max_length {encoder.max_length}"
+            lost = f"answers without a trained token at max_length {encoder.max_length}: {len(result) - len(rows)}"
             batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
         batch.formats[str(name)] += 1
         batch.dropped.update({lost for row in rows for lost in row.dropped})

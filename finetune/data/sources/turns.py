@@ -32,7 +32,7 @@ def readings_of(entries: Sequence[Source]) -> list[Reading]:
 def in_turns(readings: Sequence[Reading]) -> Iterator[tuple[int, Record | Rejected]]:
     """Records with the number of their reading, all sources in turns, in proportion to the weights of what is kept.
 
-    For example, sources of weights 1 and 3 give a record of the first, three of the second, and so on, until one ends.
+    For example, of every four records from sources of weights 1 and 3, three are of the second, until one ends.
 
     Raises:
         InputError: if a source cannot be read.
