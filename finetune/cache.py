@@ -98,13 +98,15 @@ def write_checksums(folder: Path) -> None:
 def refuse_if_damaged(folder: Path) -> None:
     """Nothing, unless a file of the folder is not as it was written: a disk or a copy may fail without a word.
 
+    What others put there, such as an editor's file beside the rows that it shows, does no harm.
+
     Raises:
         InputError: naming the files.
     """
     try:
         written = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         found = _checksums(folder)
-        wrong = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+        wrong = sorted(name for name, checksum in written.items() if found.get(name) != checksum)
     except (OSError, ValueError, AttributeError):
         wrong = [CHECKSUMS]
     if wrong:
@@ -118,7 +120,7 @@ def _checksums(folder: Path) -> dict[str, str]:
     """XXH3 of each file, by its name."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.name != CHECKSUMS:
+        if path.name != CHECKSUMS and path.is_file():
             with path.open("rb") as file:
                 digest = xxhash.xxh3_128()
                 while block := file.read(2**20):

@@ -164,6 +164,14 @@ def test_flipped_bit_in_the_prepared_rows_is_noticed_before_they_are_trained(tmp
         read_all()
 
 
+def test_files_that_others_put_beside_the_prepared_rows_do_no_harm(tmp_path: Path):
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 20)
+    folder = read(path).folder
+    (folder / ".rejected.jsonl.swp").write_text("an editor's")
+    (folder / "folder").mkdir()
+    assert len(read(path)) == 20
+
+
 def test_folder_that_another_machine_filled_meanwhile_is_taken(tmp_path: Path):
     folder = tmp_path / "cache" / "key"
 

@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -106,15 +105,30 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
 
 
 def end_tokens(config: PreTrainedConfig, path: str, *, revision: str | None) -> tuple[int, ...]:
-    """Tokens at which generation stops, by a model's generation_config.json, where it has one, and its config.json."""
+    """Tokens at which generation stops, by a model's generation_config.json, where it has one, and its config.json.
+
+    Raises:
+        InputError: if one of them does not name tokens, or the former is not JSON.
+    """
+    name = "generation_config.json"
     try:
-        generation: Any = GenerationConfig.from_pretrained(path, revision=revision or "main")
-    except OSError:  # there is none
-        generation = None
+        file = cached_file(path, name, revision=revision)
+    except OSError:  # there is none, in a folder or on the hub, which has just given config.json
+        file = None
     found: set[int] = set()
-    for each in (generation, config, config.get_text_config()):
-        token = getattr(each, "eos_token_id", None)
-        found.update([token] if isinstance(token, int) else token or ())
+    try:
+        said = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+        own = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config()))
+        for tokens in (said, *own):
+            several = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in several):
+                raise ValueError(f"the eos_token_id {tokens!r} names no tokens")
+            found.update(several)
+    except (ValueError, AttributeError) as error:  # damaged, or not an object
+        raise InputError(
+            f"model.path: {name} or config.json of {path} cannot be used ({first_line(error)}); download it again, or "
+            "correct it."
+        ) from error
     return tuple(sorted(found))
 
 

@@ -1,0 +1,41 @@
+"""The tokens at which generation stops, as a model's files name them, or a sentence about the file that does not."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+from transformers import AutoConfig
+
+from finetune.errors import InputError
+from finetune.models import loading
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.build_model_folder(tmp_path / "model")
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    return loading.end_tokens(AutoConfig.from_pretrained(folder), str(folder), revision=None)
+
+
+def test_tokens_of_both_files_are_taken(folder: Path):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (own,) = end_tokens(folder)
+    for named, expected in (("7", {7}), ("[7, 9]", {7, 9}), ("null", set())):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {named}, "max_new_tokens": -5}}')
+        assert set(end_tokens(folder)) == {own} | expected
+
+
+def test_config_around_a_language_model_has_the_tokens_of_the_model_within(folder: Path):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    around = AutoConfig.for_model("llava", text_config={"model_type": "llama", "eos_token_id": 7})
+    assert not hasattr(around, "eos_token_id")
+    assert loading.end_tokens(around, str(folder), revision=None) == (7,)
+
+
+@pytest.mark.parametrize("content", ["{broken", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', "\x80"])
+def test_file_that_names_no_tokens_is_refused_and_not_taken_for_absent(folder: Path, content: str):
+    (folder / "generation_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match=r"generation_config\.json or config\.json of .* cannot be used"):
+        end_tokens(folder)
