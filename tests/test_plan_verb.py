@@ -241,9 +241,7 @@ def test_card_without_bf16_trains_in_fp16(model: str, capsys: pytest.CaptureFixt
         ("--gpus 1xH100 --tokens 0", "--tokens 0: must be above 0"),
         ("--gpus 1xH100 --document-tokens 4000", "do not fit into rows of 2048 tokens"),
         ("--gpus 1xH100 --plot picture.txt", "must end in .png, .svg or .pdf"),
-        ("--gpus 1xH100 --tensor 2", "need --paper"),
         ("--gpus 1xH100 --adapter.targets [nothing] --method lora", "no linear layer nothing"),
-        ("--gpus 4x24GB --paper", "The speed of"),
     ],
 )
 def test_wrong_input_is_told_in_a_sentence(
@@ -342,14 +340,6 @@ def test_trace_stands_beside_the_closed_form(
     assert (asked[0].bits, asked[0].micro_batch_size) == (4, row["micro_batch_size"])
     ratio = sum(record["trace"]["predicted"].values()) / (5 * 2**30)
     assert record["trace"]["ratio"] == pytest.approx(ratio)
-
-
-def test_parallelism_on_paper_is_answered_by_the_same_verb(model: str, capsys: pytest.CaptureFixture[str]):
-    assert run("--model", model, "--gpus", "2x8xH100", "--paper", "--tensor", "2", "--pipeline", "2") == 0
-    assert "tensor 2, pipeline 2" in capsys.readouterr().out
-    assert run("--model", model, "--gpus", "2x8xH100", "--paper", "--tensor", "2", "--json") == 0
-    layouts = json.loads(capsys.readouterr().out)["layouts"]
-    assert {each["layout"]["tensor"] for each in layouts} == {2}
 
 
 @pytest.mark.parametrize("what", ["answer", "help"])

@@ -25,8 +25,6 @@ from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import round_stochastically
-from finetune.planner.pipeline_schedule import Part as Layer
-from finetune.planner.pipeline_schedule import bubble_share, pipeline_seconds, stages
 
 CONVERSATION = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 
@@ -148,16 +146,6 @@ def test_eight_bit_state():
     assert bnb.dequantize_blockwise(codes, state)[256].item() == pytest.approx(0.001)
     codes, state = bnb.quantize_blockwise(values, blocksize=512)
     assert bnb.dequantize_blockwise(codes, state)[256].item() == pytest.approx(0.00094, abs=1e-5)
-
-
-def test_pipeline_schedule():
-    layer, nothing, head = (Layer(1, 0, 1, 0, seconds) for seconds in (1.0, 0.0, 2.0))
-    split = stages(10, 4, layer=layer, embedding=nothing, head=head, micro_batches=8)
-    assert [stage.layers for stage in split] == [3, 3, 3, 1]
-    assert [stage.seconds for stage in split] == [3, 3, 3, 3]
-    assert [stage.micro_batches_held for stage in split] == [4, 3, 2, 1]
-    assert pipeline_seconds(split, micro_batches=8) == 33
-    assert bubble_share(pipeline=4, micro_batches=8) == 3 / 11
 
 
 def test_manifest():

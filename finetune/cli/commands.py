@@ -169,16 +169,6 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
         help="also run the step on fake tensors, which takes up to a minute, as process RANK (default 0)",
     )
     plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on this machine's GPU")
-    paper = plan.add_argument_group(
-        "theoretical parallelism", "for models that are too large for the strategies of this toolkit"
-    )
-    paper.add_argument(
-        "--paper", action="store_true", help="compare layouts of tensor, pipeline, context and expert parallelism"
-    )
-    for factor in ("tensor", "pipeline", "context", "expert"):
-        paper.add_argument(f"--{factor}", metavar="N", type=int, help=f"{factor}-parallel GPUs; default: compare all")
-    paper.add_argument("--virtual-stages", metavar="N", type=int, default=1, help="virtual pipeline stages per GPU")
-    paper.add_argument("--shard-optimizer", action="store_true", help="shard the optimizer state over the replicas")
     plan.set_defaults(run=_plan)
 
 
@@ -257,19 +247,9 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from finetune.cli.plan_verb import OnPaper, Shown, show
+    from finetune.cli.plan_verb import Shown, show
     from finetune.planner.written import Options
 
-    factors = OnPaper(
-        tensor=options.tensor,
-        pipeline=options.pipeline,
-        context=options.context,
-        expert=options.expert,
-        virtual_stages=options.virtual_stages,
-        shards_optimizer=options.shard_optimizer,
-    )
-    if not options.paper and factors != OnPaper():
-        raise InputError("--tensor, --pipeline and the like need --paper; add it, or remove them.")
     return show(
         options.others,
         Options(
@@ -292,7 +272,6 @@ def _plan(options: argparse.Namespace) -> int:
             traced_rank=options.trace,
             probes=options.probe,
         ),
-        factors if options.paper else None,
     )
 
 

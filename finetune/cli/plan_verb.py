@@ -1,7 +1,6 @@
 """``finetune plan``: what fits on which GPUs, under which strategy, how fast, before anything is loaded."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,24 +32,11 @@ class Shown:
     probes: bool = False
 
 
-@dataclass(frozen=True)
-class OnPaper:
-    """Theoretical parallelism; None compares all values."""
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    context: int | None = None
-    expert: int | None = None
-    virtual_stages: int = 1
-    shards_optimizer: bool = False
-
-
-def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnPaper | None = None) -> int:
+def show(arguments: Sequence[str], options: Options, shown: Shown) -> int:
     """Answer a question; the exit code is 0 if something fits, and 1 if nothing does.
 
     Args:
         arguments: ``--config FILE`` and flags of the recipe.
-        on_paper: ask for theoretical parallelism instead.
 
     Raises:
         InputError: for wrong input.
@@ -62,8 +48,6 @@ def show(arguments: Sequence[str], options: Options, shown: Shown, on_paper: OnP
     if shown.traced_rank is not None and (alone := setting_alone(arguments, options)) is not None:
         return _show_trace_alone(*alone, shown.traced_rank, as_json=shown.as_json)
     question = asked(arguments, options)
-    if on_paper is not None:
-        return _show_on_paper(question, on_paper, as_json=shown.as_json)
     answer = plan(question.question)
     first = answer.rows[0]
     name = Path(question.model).stem if question.model.endswith(".json") else Path(question.model).name
@@ -120,30 +104,4 @@ def _show_trace_alone(model_config: dict[str, Any], setting: Setting, rank: int,
         print(f"{part:<13}{size / GIB:>10.3f} GiB")
     print(f"{'peak':<13}{found.peak.bytes / GIB:>10.3f} GiB in the {found.peak_phase}, with")
     print("\n".join(f"  {name}: {value}" for name, value in asdict(setting).items()))
-    return 0
-
-
-def _show_on_paper(question: Asked, on_paper: OnPaper, *, as_json: bool) -> int:
-    from finetune.planner.paper import Question, cluster_of, explain
-    from finetune.planner.paper import show as figures
-
-    of_recipe = question.question
-    one_way = of_recipe.checkpointing[0] if len(of_recipe.checkpointing) == 1 else None
-    on = Question(
-        row_tokens=of_recipe.base.row_tokens,
-        global_batch_rows=of_recipe.global_batch_size if question.batch_is_given else None,
-        micro_batch_rows=of_recipe.micro_batch_size or 1,
-        activation_checkpointing=None if one_way is None else "full" if one_way else "none",
-        tensor=on_paper.tensor,
-        pipeline=on_paper.pipeline,
-        context=on_paper.context,
-        expert=on_paper.expert,
-        virtual_stages=on_paper.virtual_stages,
-        shards_optimizer=on_paper.shards_optimizer,
-    )
-    cluster = cluster_of(of_recipe.machines)
-    if as_json:
-        print(json.dumps(figures(of_recipe.shape, cluster, on), indent=2))
-    else:
-        sys.stdout.write(explain(of_recipe.shape, cluster, on))
     return 0

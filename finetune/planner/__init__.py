@@ -12,7 +12,7 @@ Memory: ``peak_memory``, a step on tensors without values: ``tape``, ``operation
 Time: ``speed``, ``work``, ``kernel_count``, ``communication``, ``rates``.
 The answer: ``judged_rows``, ``candidates``, ``choose``, ``nearest``, ``launch_command``; shown by ``plan_tables``,
 ``picture`` and ``json_answer``. Held against a dry run (``traced``) and real steps (``probed``, ``calibration``).
-``of_run``: the plan of a run that starts. ``paper``, ``pipeline_schedule``: parallelism that the recipes do not run.
+``of_run``: the plan of a run that starts.
 """
 
 from finetune.planner.of_run import RunPlan, plan_run

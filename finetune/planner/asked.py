@@ -30,7 +30,6 @@ class Asked:
     question: Question
     model: str
     revision: str | None
-    batch_is_given: bool
     notes: tuple[str, ...]
     """Sentences on what was assumed."""
 
@@ -97,8 +96,9 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
     cfg, machines, notes = read.cfg, read.machines, list(read.notes)
     shape = shape_of(read_config(cfg.model.path, cfg.model.revision))
     flags = all_flags(arguments, options)
-    batch, batch_is_given = cfg.train.global_batch_size, "global_batch_size" in cfg.train.model_fields_set
-    if not batch_is_given and config_file(arguments) is None and batch % machines.world_size:
+    batch = cfg.train.global_batch_size
+    batch_is_open = "global_batch_size" not in cfg.train.model_fields_set
+    if batch_is_open and config_file(arguments) is None and batch % machines.world_size:
         batch = -(-batch // machines.world_size) * machines.world_size
         flags["train.global_batch_size"] = str(batch)
         notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
@@ -133,7 +133,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         config_file=config_file(arguments),
         flags=tuple(flags.items()),
     )
-    return Asked(question, cfg.model.path, cfg.model.revision, batch_is_given, tuple(notes))
+    return Asked(question, cfg.model.path, cfg.model.revision, tuple(notes))
 
 
 def _on_weights(model: sections.Model) -> list[str]:

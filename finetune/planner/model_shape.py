@@ -138,11 +138,6 @@ class ModelShape:
         return replace(self, linears=tuple(chosen)).parameters
 
     @property
-    def largest_parameter(self) -> int:
-        """Elements of the largest tensor; experts are stacked in one."""
-        return max(self.embedding_parameters, *(linear.matrix_parameters for linear in self.linears))
-
-    @property
     def quantised_linear_parameters(self) -> int:
         """Elements that bitsandbytes quantises: of all linear layers but the output head.
 

@@ -137,8 +137,7 @@ def _print_advice(console: Console, plan: Plan) -> None:
         _say(
             console,
             f"Nothing fits, and no similar option does: {least.name} needs {gib(worst.bytes)} GiB of {worst.what}, but "
-            f"there are {gib(worst.there or 0)} GiB. Use more or larger GPUs, a smaller "
-            "model, or try --paper.",
+            f"there are {gib(worst.there or 0)} GiB. Use more or larger GPUs, or a smaller model.",
             "bold",
         )
 
