@@ -1,4 +1,4 @@
-"""What is recommended fits, and nothing that fits is faster; of what does not fit, the nearest that does is named."""
+"""What is recommended fits, and nothing that fits is much faster; of what does not fit, the nearest is named."""
 
 import json
 import math
@@ -15,12 +15,13 @@ from finetune.config.compatibility import STRATEGIES, Cell, refusal
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import candidates as module_of_candidates
-from finetune.planner.candidates import SAME_SPEED, candidates, why_not
+from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, why_not
 from finetune.planner.choose import plan
 from finetune.planner.judged_rows import Need, Row, judged, verdict
 from finetune.planner.launch_command import in_lines, launch_command
 from finetune.planner.nearest import nearest_that_fits
 from finetune.planner.peak_memory import StepMemory, needed_bytes, step_memory
+from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import METHODS, Question
 from finetune.planner.shape import shape_of
 from finetune.planner.speed import step_time
@@ -107,13 +108,9 @@ def memories(draw: st.DrawFn) -> dict[tuple[str, str, int | None, bool], tuple[f
     return found
 
 
-def offloads(row: Row) -> bool:
-    return placement_of(row.setting.strategy, row.setting.world_size).optimizer_on != "gpu"
-
-
 @settings(max_examples=20, deadline=None)
 @given(memory=memories(), gpus=st.sampled_from(["1xH100", "4xH100", "2x8xA100"]), batch=st.sampled_from([16, 48, 96]))
-def test_recommended_fits_and_nothing_that_fits_without_offload_is_faster(memory, gpus: str, batch: int):
+def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth(memory, gpus: str, batch: int):
     asked = question(gpus, batch)
 
     def judge(asked: Question, setting: Setting) -> Row:
@@ -131,15 +128,10 @@ def test_recommended_fits_and_nothing_that_fits_without_offload_is_faster(memory
             best = answer.recommendation.row
             assert best.verdict == accepted
             if accepted == "fits":
-                on_gpu = [row for row in fitting if not offloads(row)]
-                assert offloads(best) == (not on_gpu)
+                on_gpu = [row for row in fitting if not row.offloads]
+                assert best.offloads == (not on_gpu)
                 fastest = max(row.time.tokens_per_second for row in on_gpu or fitting)
-                assert best.time.tokens_per_second >= (1 - SAME_SPEED) * fastest
-                assert best.time.tokens_per_second == max(
-                    row.time.tokens_per_second
-                    for row in answer.rows
-                    if row.verdict == "fits" and offloads(row) == offloads(best)
-                )
+                assert best.time.tokens_per_second >= (1 - SAME_SPEED) * (1 - SAME_SETTING_SPEED) * fastest
             return
     assert answer.recommendation is None
 
@@ -151,11 +143,12 @@ def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloade
     best, reason = answer.recommendation.row, answer.recommendation.reason
     speed = best.time.tokens_per_second
     fitting = [row for row in answer.rows if row.verdict == "fits"]
-    counted = [row for row in fitting if not offloads(row)]
+    counted = [row for row in fitting if not row.offloads]
     fastest = max(fitting, key=lambda row: row.time.tokens_per_second)
     assert fastest.time.tokens_per_second > 1.2 * speed  # there is something to be said
     assert speed == max(row.time.tokens_per_second for row in counted)
-    assert re.search(r"is the fastest of (\d+) options that fit without offloading", reason)[1] == str(len(counted))
+    assert re.search(r"is the fastest of (\d+) options that fit on the GPU\.", reason)[1] == str(len(counted))
+    assert f"with {fastest.host.bytes / GIB:,.0f} GiB of host memory per machine" in reason
     assert f"{fastest.name} is predicted to reach {fastest.time.tokens_per_second / speed:.0%} of that speed" in reason
 
 
@@ -176,7 +169,7 @@ def test_a_false_fit_would_be_seen(forgets: str, monkeypatch: pytest.MonkeyPatch
         assert any(row.gpu.bytes > row.gpu.there for row in candidates(asked, judge)[0])
 
 
-@pytest.mark.parametrize("gpus", ["1xH100", "8xH100", "3xH100"])
+@pytest.mark.parametrize("gpus", ["1xH100", "8xH100", "3xH100", "2x4xH100"])
 def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
     asked = question(gpus, batch=24)
     rows, left_out = candidates(asked)
@@ -191,6 +184,7 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
             )
             place = placement_of(strategy, world_size)
             is_pointless = world_size == 1 and place.framework != "plain" and place.optimizer_on == "gpu"
+            is_pointless |= strategy == "hsdp" and gpus != "2x4xH100"
             assert ((strategy, method) in found) == (is_possible and not is_pointless)
 
 
@@ -202,8 +196,6 @@ def test_a_row_of_the_answer_is_what_the_formulas_say_of_its_setting():
     for row in answer.rows:
         assert row.memory == step_memory(LLAMA_8B, row.setting)
         assert row.setting.micro_batch_size * row.setting.accumulation * 8 == 64
-    order = [(offloads(row), -row.time.tokens_per_second) for row in answer.rows if row.verdict == "fits"]
-    assert order == sorted(order)
 
 
 def test_what_is_given_stays_as_it_is():
@@ -260,6 +252,7 @@ def test_command_starts_the_run_that_was_planned(gpus: str):
         assert (config.train.activation_checkpointing == "full") == row.setting.activation_checkpointing
         assert config.adapter.type == row.setting.adapter
         assert config.quantization.bits == (row.setting.bits or "none")
+        assert (config.train.weights, config.train.optimizer) == (row.setting.weights, row.setting.optimizer)
         assert config.train.global_batch_size == 64
 
 
@@ -267,6 +260,7 @@ CHANGES = {
     "train.micro_batch_size": lambda setting: setting.micro_batch_size == 1,
     "train.activation_checkpointing": lambda setting: setting.activation_checkpointing,
     "train.optimizer": lambda setting: setting.optimizer == "adamw_8bit",
+    "train.weights": lambda setting: setting.weights == "bf16",
     "strategy": lambda setting: setting.strategy != "ddp",
     "adapter.type": lambda setting: setting.adapter == "lora",
     "quantization.bits": lambda setting: setting.bits == 4,
@@ -303,6 +297,46 @@ def test_a_milder_change_is_proposed_before_a_harsher_one():
     found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
     assert found is not None
     assert (found.changes, found.strategy) == ({"train.micro_batch_size": "2"}, None)
+
+
+def test_harsher_changes_are_made_only_where_all_milder_ones_are_not_enough():
+    """The order of the changes: each alone is enough, and the mildest that is left is taken."""
+    start = Setting("ddp", 4, row_tokens=2048, micro_batch_size=2, accumulation=2)
+    mildest_first = [
+        "train.micro_batch_size",
+        "train.activation_checkpointing",
+        "strategy",
+        "train.optimizer",
+        "train.weights",
+        "adapter.type",
+    ]
+    for number, mildest in enumerate(mildest_first):
+        enough = mildest_first[number:]
+
+        def judge(asked: Question, setting: Setting, enough: list[str] = enough) -> Row:
+            return row_of(asked, setting, 10 * GIB if any(CHANGES[key](setting) for key in enough) else 100 * GIB)
+
+        found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
+        assert found is not None
+        assert [*found.changes, *(["strategy"] if found.strategy else [])] == [mildest]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3_offload", "zero3_nvme"])
+def test_nearest_to_what_needs_too_much_host_memory_stays_on_the_gpus(strategy: str, precision: str):
+    start = Setting(strategy, 8, row_tokens=2048, micro_batch_size=2, precision=precision)
+    found = nearest_that_fits(LLAMA_8B, start, parse_gpus("8xH100"), host_bytes=40 * GIB)
+    assert found is not None
+    assert not found.row.offloads
+    assert found.strategy not in (None, "hsdp")
+    assert found.row.setting.weights == "fp32_master"
+
+
+def test_nearest_says_what_bf16_weights_give_up():
+    found = nearest_that_fits(LLAMA_8B, Setting(row_tokens=2048), parse_gpus("1xH100"))
+    assert found is not None
+    assert found.changes["train.weights"] == "bf16"
+    assert any("no fp32 master copy" in sentence for sentence in found.given_up)
 
 
 def test_nearest_that_fits_is_none_where_nothing_does():

@@ -59,6 +59,7 @@ def command_in(text: str) -> list[str]:
         "--gpus 8x80GB",
         "--gpus 1xT4 --all",
         "--gpus 64x8xH200 --row-tokens 32768 --method full",
+        "--gpus 8xH200 --method full",
         "--gpus 1x12GB --method full --strategy single",
         "--gpus 2xL40S --host-memory 256 --disk 400 --all",
     ],
@@ -87,6 +88,21 @@ def test_table_and_command_say_what_was_chosen(model: str, capsys: pytest.Captur
     assert config.model.path == model
     assert config.adapter.type == "lora"
     assert config.train.micro_batch_size == row["micro_batch_size"]
+
+
+def test_bf16_weights_that_nobody_asked_for_are_marked_explained_and_in_the_command(
+    model: str, capsys: pytest.CaptureFixture[str]
+):
+    asked = ["--model", model, "--gpus", "1xH100", "--method", "full"]
+    assert run(*asked) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^> single +full\* ", text, re.M)) == 2
+    assert "*: with train.weights bf16." in " ".join(text.split())
+    words = command_in(text)
+    assert parse(Config, words[words.index("recipes/sft.py") + 1 :]).train.weights == "bf16"
+    chosen = answer(capsys, *asked, "--train.weights", "fp32_master", "--train.optimizer", "adamw")
+    assert {(row["weights"], row["optimizer"]) for row in chosen["rows"]} == {("fp32_master", "adamw")}
+    assert "Leave out train.weights and train.optimizer" in chosen["reason"]
 
 
 def test_what_does_not_fit_is_shown_when_asked_for(model: str, capsys: pytest.CaptureFixture[str]):
@@ -155,7 +171,7 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
         assert sum(row["gpu_bytes"].values()) == row["gpu_peak_bytes"] < row["gpu"]["needed_bytes"]
         assert row["epoch_seconds"] == pytest.approx(1e9 / row["tokens_per_second"])
         assert row["step_seconds"] == pytest.approx(sum(row["step_seconds_by_part"].values()))
-    assert {row["strategy"] for row in found["rows"]} == set(STRATEGIES) - {STRATEGIES[0]}
+    assert {row["strategy"] for row in found["rows"]} == set(STRATEGIES) - {"single", "hsdp"}
     assert max(size for _, size in found["course"]) == found["rows"][found["recommended"]]["gpu_peak_bytes"]
 
 

@@ -10,8 +10,9 @@ Memory: ``peak_memory``, a step on tensors without values: ``tape``, ``operation
 ``experts``, ``dialects``, ``decoder_layer``, ``decoder``, ``build``; with what FSDP2 and DeepSpeed allocate,
 ``shards``, ``sharded_units``, ``zero``, ``zero_gather``, ``zero_step``; and ``optimizer_state``.
 Time: ``speed``, ``work``, ``kernel_count``, ``communication``, ``rates``.
-The answer: ``judged_rows``, ``candidates``, ``choose``, ``nearest``, ``launch_command``; shown by ``plan_tables``,
-``picture`` and ``json_answer``. Held against a dry run (``traced``) and real steps (``probed``, ``calibration``).
+The answer: ``judged_rows``, ``changes``, ``candidates``, ``preference``, ``nearest``, ``choose``; said by ``reasons``,
+``largest_term`` and ``launch_command``; shown by ``plan_tables``, ``picture`` and ``json_answer``. Held against a dry
+run (``traced``) and real steps (``probed``, ``calibration``).
 ``of_run``: the plan of a run that starts.
 """
 

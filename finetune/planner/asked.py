@@ -127,6 +127,7 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
         checkpointing=read.checkpointing,
         micro_batch_size=read.micro_batch_size,
+        chosen=frozenset(cfg.train.model_fields_set & {"weights", "optimizer"}),
         epoch_tokens=options.tokens,
         host_bytes=None if host is None else int(host),
         disk_bytes=None if disk is None else int(disk / (cfg.checkpoint.keep + 1)),

@@ -1,17 +1,23 @@
-"""The settings that answer a question: for each strategy and method the fastest that fits."""
+"""The settings that answer a question: for each strategy and method the fastest that fits.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Where nothing of a method fits on the GPUs as it was asked for, bf16 weights and 8-bit state are tried as well.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
+from finetune.hardware.cards import Machines
+from finetune.planner.changes import with_8_bit_state, with_bf16_weights
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.question import Method, Question
 from finetune.planner.speed import step_time
 from finetune.trace.placement import placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 
-SAME_SPEED = 0.01
-"""Share by which two predicted speeds may differ and mean the same: of those the smaller one is taken."""
+SAME_SETTING_SPEED = 0.01
+"""Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
+``preference.SAME_SPEED``, because their predictions share their errors."""
 Judge = Callable[[Question, Setting], Row]
 
 
@@ -32,20 +38,57 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     """
     rows, left_out = [], []
     for strategy in question.strategies:
-        if len(question.strategies) > 1 and _is_pointless(strategy, question.machines.world_size):
+        if len(question.strategies) > 1 and is_pointless(strategy, question.machines):
             continue
         for method in question.methods:
             if why := why_not(question, strategy, method):
                 left_out.append(Impossible(strategy, method, why))
             else:
                 rows.append(fastest(question, strategy, method, judge))
-    return rows, left_out
+    return rows + _reduced(question, rows, judge), left_out
 
 
-def _is_pointless(strategy: str, world_size: int) -> bool:
-    """On one GPU there is nothing to split, so that only what offloads differs from a plain step."""
-    placement = placement_of(strategy, world_size)
-    return world_size == 1 and placement.framework != "plain" and placement.optimizer_on == "gpu"
+def is_pointless(strategy: str, machines: Machines) -> bool:
+    """Whether a strategy has nothing to win on these machines.
+
+    On one GPU there is nothing to split, so that only what offloads differs from a plain step. Replicas of shards spare
+    the network between machines; on one machine there is none.
+    """
+    placement = placement_of(strategy, machines.world_size)
+    if machines.world_size == 1:
+        return placement.framework != "plain" and placement.optimizer_on == "gpu"
+    return machines.nodes == 1 and placement.framework == "fully_shard" and placement.replicas > 1
+
+
+def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]:
+    """Rows with less exact updates that fit, for methods of which nothing fits on the GPUs as it was asked for.
+
+    Of the mildest reduction with which something fits. An adapter's gradients and state are too small to matter.
+    """
+    found: list[Row] = []
+    for method in question.methods:
+        on_gpu = [row for row in rows if row.method == method and not row.offloads]
+        if method.adapter != "none" or any(row.verdict == "fits" for row in on_gpu):
+            continue
+        strategies = [row.setting.strategy for row in on_gpu]
+        for base in _reductions(question):
+            asked = replace(question, base=base)
+            possible = [strategy for strategy in strategies if why_not(asked, strategy, method) is None]
+            tried = [fastest(asked, strategy, method, judge) for strategy in possible]
+            if fitting := [row for row in tried if row.verdict == "fits"]:
+                found += fitting
+                break
+    return found
+
+
+def _reductions(question: Question) -> Iterator[Setting]:
+    """The base with less exact updates, the mildest first: 8-bit state, bf16 weights, both; what was chosen stays."""
+    base, chosen = question.base, question.chosen
+    with_state = [] if "optimizer" in chosen else with_8_bit_state(base)
+    yield from with_state
+    if "weights" not in chosen:
+        for each in (base, *with_state):
+            yield from with_bf16_weights(each)
 
 
 def why_not(question: Question, strategy: str, method: Method) -> str | None:
@@ -67,8 +110,8 @@ def why_not(question: Question, strategy: str, method: Method) -> str | None:
 def fastest(question: Question, strategy: str, method: Method, judge: Judge = judged) -> Row:
     """Of micro-batches and activation checkpointing the fastest that fits; else the one that needs least.
 
-    Of ways as fast as the fastest, by ``SAME_SPEED``, the one that needs least. More rows in a micro-batch never need
-    less memory, so that the largest that fits is found by bisection.
+    Of ways as fast as the fastest, by ``SAME_SETTING_SPEED``: without checkpointing, with the smallest micro-batch.
+    More rows in a micro-batch never need less memory, so that the largest that fits is found by bisection.
     """
     rows: dict[Setting, Row] = {}
 
@@ -85,12 +128,9 @@ def fastest(question: Question, strategy: str, method: Method, judge: Judge = ju
             fitting = settings[: _that_fit(settings, row)]
             speeds |= {setting: possible[setting] for setting in fitting}
     if speeds:
-        enough = (1 - SAME_SPEED) * max(speeds.values())
-        # the smallest micro-batch of each kind needs least of its kind
-        smallest = {
-            setting.activation_checkpointing: setting for setting in reversed(speeds) if speeds[setting] >= enough
-        }
-        return min(map(row, smallest.values()), key=lambda each: each.gpu.bytes)
+        enough = (1 - SAME_SETTING_SPEED) * max(speeds.values())
+        near = (setting for setting in speeds if speeds[setting] >= enough)
+        return row(min(near, key=lambda setting: (setting.activation_checkpointing, setting.micro_batch_size)))
     tight = [each for each in rows.values() if each.verdict == "tight"]
     if tight:
         return max(tight, key=lambda each: each.time.tokens_per_second)

@@ -8,6 +8,7 @@ from finetune.planner.peak_memory import StepMemory, checkpoint_bytes, host_byte
 from finetune.planner.question import Method, Question, method_of
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import StepTime, step_time
+from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 from finetune.units import GIB
 
@@ -65,6 +66,11 @@ class Row:
         """As part of a sentence."""
         method = "full fine-tuning" if self.setting.adapter == "none" else self.method.text
         return f"{method} under {self.setting.strategy}"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything waits in host memory or on disk for its use."""
+        return placement_of(self.setting.strategy, self.setting.world_size).optimizer_on != "gpu"
 
     @property
     def worst(self) -> Need:

@@ -48,6 +48,10 @@ def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
         "train.micro_batch_size": str(setting.micro_batch_size),
         "train.activation_checkpointing": "full" if setting.activation_checkpointing else "none",
     }
+    if setting.weights != question.base.weights:
+        flags["train.weights"] = setting.weights
+    if setting.optimizer != question.base.optimizer:
+        flags["train.optimizer"] = setting.optimizer
     if (setting.adapter, setting.bits) != (question.base.adapter, question.base.bits):
         flags["adapter.type"] = setting.adapter
         if not question.shape.published_bits:

@@ -4,16 +4,25 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from finetune.config.compatibility import STRATEGIES
 from finetune.hardware.cards import Machines
-from finetune.planner.candidates import Judge, why_not
+from finetune.planner.candidates import Judge, is_pointless, why_not
+from finetune.planner.changes import (
+    LEAST_ROW_TOKENS,
+    given_up,
+    in_4_bits,
+    sharded,
+    smaller_micro_batches,
+    with_8_bit_state,
+    with_adapter,
+    with_bf16_weights,
+    with_checkpointing,
+)
 from finetune.planner.judged_rows import Row, judged
+from finetune.planner.preference import simplest_of_the_fastest
 from finetune.planner.question import Question, method_of, question_about
 from finetune.planner.shape import ModelShape
-from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
-LEAST_ROW_TOKENS = 128
 Change = Callable[[Setting], list[Setting]]
 KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
     "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
@@ -22,6 +31,7 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
         lambda setting: "full" if setting.activation_checkpointing else "none",
     ),
     "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
+    "weights": ("train.weights", lambda setting: setting.weights),
     "adapter": ("adapter.type", lambda setting: setting.adapter),
     "bits": ("quantization.bits", lambda setting: str(setting.bits or "none")),
     "row_tokens": ("data.max_length", lambda setting: str(setting.row_tokens)),
@@ -38,6 +48,8 @@ class Nearest:
     """Keys of the configuration and their new values, the mildest change first."""
     strategy: str | None
     """The strategy file to launch with, where it is another."""
+    given_up: tuple[str, ...]
+    """What less exact updates mean, in sentences."""
 
     @property
     def text(self) -> str:
@@ -60,9 +72,10 @@ def nearest_that_fits(
 ) -> Nearest | None:
     """The nearest way to train that fits the machines; None if there is none.
 
-    From the mildest: a smaller micro-batch, activation checkpointing, 8-bit optimizer state, sharding over the GPUs
-    that there are, an adapter, 4-bit weights, shorter rows. All milder changes are tried, alone and together, before a
-    harsher one; rows are no shorter than they must be with all the others. What fits without being tight comes first.
+    From the mildest: a smaller micro-batch, activation checkpointing, sharding over the GPUs that there are, 8-bit
+    optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A harsher change is made only where all
+    milder ones together are not enough; rows are no shorter than they must be with all the others. No change offloads.
+    What fits without being tight comes first.
 
     Args:
         mean_document_tokens: that a token's document has on average; a whole row's where it is not given.
@@ -89,34 +102,41 @@ def nearest_to(question: Question, row: Row, judge: Judge = judged) -> Nearest |
 def _search(question: Question, start: Setting, judge: Judge) -> Nearest | None:
     for accepted in ({"fits"}, {"fits", "tight"}):
         for shorter in _row_lengths(start):
-            if not _fitting(question, [shorter], _CHANGES, accepted, judge, all_of_them=False):
-                continue
-            for number in range(2 ** len(_CHANGES)):  # in binary, the changes that are made: the harsher weigh more
-                chosen = [change for place, change in enumerate(_CHANGES) if number >> place & 1]
-                if fitting := _fitting(question, [shorter], chosen, accepted, judge, all_of_them=True):
-                    return _nearest(start, max(fitting, key=_preference))
+            if fitting := _fewest_changes(question, shorter, accepted, judge):
+                largest = max(row.setting.micro_batch_size for row in fitting)
+                alike = [row for row in fitting if row.setting.micro_batch_size == largest]
+                return _nearest(start, simplest_of_the_fastest(alike))
     return None
 
 
+def _fewest_changes(question: Question, start: Setting, accepted: set[str], judge: Judge) -> list[Row]:
+    """Rows that fit after the changes that are needed: of all, each is left out that can be, the harshest first."""
+    needed = list(_MILDEST_FIRST)
+    found = _fitting(question, start, needed, accepted, judge)
+    if found:
+        for change in reversed(_MILDEST_FIRST):
+            fewer = [each for each in needed if each is not change]
+            if fitting := _fitting(question, start, fewer, accepted, judge):
+                needed, found = fewer, fitting
+    return found
+
+
 def _fitting(
-    question: Question,
-    settings: list[Setting],
-    changes: Sequence[Change],
-    accepted: set[str],
-    judge: Judge,
-    *,
-    all_of_them: bool,
+    question: Question, start: Setting, changes: Sequence[Change], accepted: set[str], judge: Judge
 ) -> list[Row]:
-    """Rows that fit after changes; one that cannot be made leaves none, or is passed over."""
-    for change in sorted(changes, key=lambda change: change is _smaller_micro_batches):
+    """Rows that fit after changes; one that cannot be made is passed over."""
+    settings = [start]
+    for change in (each for each in _AS_APPLIED if each in changes):
         changed = [each for setting in settings for each in change(setting)]
-        settings = changed if changed or all_of_them else settings
+        settings = [each for each in changed if _is_sensible(question, each, start)] or settings
     return [row for row in _judged(question, settings, judge) if row.verdict in accepted]
 
 
-def _preference(row: Row) -> tuple[int, float]:
-    """Of ways that differ as much: the largest micro-batch, the fastest."""
-    return row.setting.micro_batch_size, row.time.tokens_per_second
+def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
+    """Whether it is possible, under a strategy that has something to win."""
+    if setting.strategy != start.strategy and is_pointless(setting.strategy, question.machines):
+        return False
+    return why_not(replace(question, base=setting), setting.strategy, method_of(setting)) is None
 
 
 def _judged(question: Question, settings: list[Setting], judge: Judge) -> Iterator[Row]:
@@ -134,41 +154,6 @@ def _judged(question: Question, settings: list[Setting], judge: Judge) -> Iterat
         yield row
 
 
-def _smaller_micro_batches(setting: Setting) -> list[Setting]:
-    rows = setting.micro_batch_size * setting.accumulation
-    smaller = [n for n in range(1, setting.micro_batch_size) if rows % n == 0]
-    return [replace(setting, micro_batch_size=n, accumulation=rows // n) for n in smaller]
-
-
-def _with_checkpointing(setting: Setting) -> list[Setting]:
-    return [] if setting.activation_checkpointing else [replace(setting, activation_checkpointing=True)]
-
-
-def _with_8_bit_state(setting: Setting) -> list[Setting]:
-    return [replace(setting, optimizer="adamw_8bit")] if setting.optimizer == "adamw" else []
-
-
-def _sharded(setting: Setting) -> list[Setting]:
-    """Under every strategy that splits more over the same GPUs; offload is the last resort of a user, not ours."""
-    here = placement_of(setting.strategy, setting.world_size)
-    found = []
-    for strategy in STRATEGIES:
-        there = placement_of(strategy, setting.world_size)
-        more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
-        less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
-        if there.optimizer_on == "gpu" and more > less:
-            found.append(replace(setting, strategy=strategy))
-    return found
-
-
-def _with_adapter(setting: Setting) -> list[Setting]:
-    return [replace(setting, adapter="lora")] if setting.adapter == "none" else []
-
-
-def _in_4_bits(setting: Setting) -> list[Setting]:
-    return [replace(setting, bits=4)] if setting.adapter != "none" and setting.bits != 4 else []
-
-
 def _row_lengths(setting: Setting) -> Iterator[Setting]:
     """From its own, by halves."""
     tokens = setting.row_tokens
@@ -177,19 +162,30 @@ def _row_lengths(setting: Setting) -> Iterator[Setting]:
         tokens //= 2
 
 
-_CHANGES: tuple[Change, ...] = (
-    _smaller_micro_batches,
-    _with_checkpointing,
-    _with_8_bit_state,
-    _sharded,
-    _with_adapter,
-    _in_4_bits,
+_MILDEST_FIRST: tuple[Change, ...] = (
+    smaller_micro_batches,
+    with_checkpointing,
+    sharded,
+    with_8_bit_state,
+    with_bf16_weights,
+    with_adapter,
+    in_4_bits,
 )
-"""From the mildest; one that cannot be made gives no settings."""
+"""Sharding changes where numbers lie and not what is learnt, so it is milder than 8-bit state and bf16 weights."""
+_AS_APPLIED: tuple[Change, ...] = (
+    with_adapter,
+    in_4_bits,
+    sharded,
+    with_8_bit_state,
+    with_bf16_weights,
+    with_checkpointing,
+    smaller_micro_batches,
+)
+"""Those first that make others possible: 4 bits need an adapter, and can be sharded where 8 bits cannot."""
 
 
 def _nearest(start: Setting, row: Row) -> Nearest:
     before, after = asdict(start), asdict(row.setting)
     changes = {key: value(row.setting) for name, (key, value) in KEYS.items() if before[name] != after[name]}
     strategy = row.setting.strategy
-    return Nearest(row, changes, strategy if strategy != start.strategy else None)
+    return Nearest(row, changes, strategy if strategy != start.strategy else None, tuple(given_up(row.setting, start)))

@@ -92,7 +92,9 @@ class RunPlan:
         nearest = nearest_that_fits(
             self.shape, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
         )
-        what = f"To fit, {nearest.text}." if nearest else "No change of the settings makes it fit."
+        what = "No change of the settings makes it fit."
+        if nearest:
+            what = " ".join([f"To fit, {nearest.text}.", *nearest.given_up])
         return [
             f"This run would need {size_text(self.memory.peak)} at its peak on each GPU, which has "
             f"{size_text(need.there)}. {what} "

@@ -6,9 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.planner.choose import Plan
+from finetune.planner.changes import is_reduced, reduction
+from finetune.planner.choose import Plan, why_nothing_fits
 from finetune.planner.judged_rows import COMFORTABLE, Row
 from finetune.planner.launch_command import in_lines
+from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import Question
 from finetune.planner.tape import KINDS
 from finetune.units import GIB
@@ -31,16 +33,18 @@ def print_plan(plan: Plan, console: Console, *, model: str, notes: Sequence[str]
     """
     fitting = [row for row in plan.rows if row.verdict != "does not fit"]
     rows = list(plan.rows) if shows_all or not fitting else fitting
-    best = plan.recommendation.row if plan.recommendation else None
     _say(console, _opening(plan.question, model), "bold")
     console.print()
-    console.print(_memory_table(rows, best))
-    _say(console, LEGEND, "dim")
+    console.print(_memory_table(plan, rows))
+    _say(console, LEGEND + _legend_of_reduced(plan, rows), "dim")
     console.print()
-    console.print(_needs_table(plan, rows, best))
+    console.print(_needs_table(plan, rows))
     _say(console, _needs_legend(plan.question), "dim")
     if hidden := len(plan.rows) - len(rows):
-        _say(console, f"{hidden} more do not fit; --all shows them.")
+        _say(
+            console,
+            f"{hidden} more {'does' if hidden == 1 else 'do'} not fit; --all shows {'it' if hidden == 1 else 'them'}.",
+        )
     console.print()
     _print_advice(console, plan)
     for note in (*_notes(plan), *notes):
@@ -56,21 +60,29 @@ def _opening(question: Question, model: str) -> str:
     )
 
 
-def _memory_table(rows: Sequence[Row], best: Row | None) -> Table:
+def _memory_table(plan: Plan, rows: Sequence[Row]) -> Table:
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("ckpt", lambda row: "full" if row.setting.activation_checkpointing else "none"),
         ("mb", lambda row: str(row.setting.micro_batch_size)),
     ]
     columns += [(SHORT[kind], _part(kind)) for kind in KINDS]
     columns.append(("peak", lambda row: gib(row.memory.peak)))
-    return _table(rows, best, columns)
+    return _table(plan, rows, columns)
+
+
+def _legend_of_reduced(plan: Plan, rows: Sequence[Row]) -> str:
+    """Rows of one method, full fine-tuning, are all reduced alike."""
+    for row in rows:
+        if is_reduced(row.setting, plan.question.base):
+            return f" *: with {' and '.join(reduction(row.setting, plan.question.base))}."
+    return ""
 
 
 def _part(kind: str) -> Callable[[Row], str]:
     return lambda row: gib(row.memory.parts[kind])
 
 
-def _needs_table(plan: Plan, rows: Sequence[Row], best: Row | None) -> Table:
+def _needs_table(plan: Plan, rows: Sequence[Row]) -> Table:
     fastest = max(row.time.tokens_per_second for row in rows)
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("needed", lambda row: gib(row.gpu.bytes)),
@@ -86,18 +98,20 @@ def _needs_table(plan: Plan, rows: Sequence[Row], best: Row | None) -> Table:
             columns.append(("h/epoch", lambda row: f"{row.time.seconds_for(epoch) / 3600:,.1f}"))
     else:
         columns.append(("speed", lambda row: f"{row.time.tokens_per_second / fastest:.0%}"))
-    return _table(rows, best, columns)
+    return _table(plan, rows, columns)
 
 
-def _table(rows: Sequence[Row], best: Row | None, columns: Sequence[tuple[str, Callable[[Row], str]]]) -> Table:
+def _table(plan: Plan, rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="")
     for head in ("", "strategy", "method"):
         table.add_column(head)
     for head, _ in columns:
         table.add_column(head, justify="right")
     table.add_column("")
+    best = plan.recommendation.row if plan.recommendation else None
     for row in rows:
-        cells = [">" if row is best else "", row.setting.strategy, row.method.text, *(cell(row) for _, cell in columns)]
+        method = row.method.text + ("*" if is_reduced(row.setting, plan.question.base) else "")
+        cells = [">" if row is best else "", row.setting.strategy, method, *(cell(row) for _, cell in columns)]
         style = "bold" if row is best else ""
         table.add_row(*(Text(cell, style) for cell in cells), Text(WORDS[row.verdict], STYLES[row.verdict]))
     return table
@@ -116,30 +130,21 @@ def _needs_legend(question: Question) -> str:
         f"{gib_of_gpu:.1f} GiB. host: GiB of memory per machine"
     )
     text += f", of {gib(question.host_bytes)}" if question.host_bytes is not None else ""
-    return text + "; disk: GiB per checkpoint."
+    text += "; disk: GiB per checkpoint."
+    return f"{text} Speeds within {SAME_SPEED:.0%} count as equal: there the simplest comes first."
 
 
 def _print_advice(console: Console, plan: Plan) -> None:
-    if plan.recommendation is not None:
-        _say(console, plan.recommendation.reason, "bold")
+    """The first sentence is the answer."""
+    recommendation = plan.recommendation
+    first, *others = recommendation.reasons if recommendation else why_nothing_fits(plan)
+    _say(console, first, "bold")
+    for sentence in others:
+        _say(console, sentence)
+    if recommendation is not None:
         console.print()
-        console.print(Text(in_lines(plan.recommendation.command)), soft_wrap=True)
+        console.print(Text(in_lines(recommendation.command)), soft_wrap=True)
         console.print()
-    elif plan.nearest is not None:
-        _say(
-            console,
-            f"Nothing fits. The nearest option that fits is {plan.nearest.row.name}: {plan.nearest.text}.",
-            "bold",
-        )
-    else:
-        least = plan.rows[0]
-        worst = least.worst
-        _say(
-            console,
-            f"Nothing fits, and no similar option does: {least.name} needs {gib(worst.bytes)} GiB of {worst.what}, but "
-            f"there are {gib(worst.there or 0)} GiB. Use more or larger GPUs, or a smaller model.",
-            "bold",
-        )
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -51,6 +51,8 @@ class Question:
     """Activation checkpointing, as far as it is left open."""
     micro_batch_size: int | None = None
     """None: left open."""
+    chosen: frozenset[str] = frozenset()
+    """Which of weights and optimizer were chosen: the others may be reduced before anything is offloaded."""
     epoch_tokens: float | None = None
     """Positions of an epoch, padding included, if known."""
     host_bytes: int | None = None

@@ -1,0 +1,78 @@
+"""Changes that make a run smaller, each to one field of a setting, and what is given up by them."""
+
+from dataclasses import replace
+
+from finetune.config.compatibility import STRATEGIES, Cell, bf16_weights_problems
+from finetune.trace.placement import placement_of
+from finetune.trace.setting import Setting
+
+LEAST_ROW_TOKENS = 128
+OF_BF16_WEIGHTS = "bf16 weights have no fp32 master copy: their updates are rounded stochastically."
+OF_8_BIT_STATE = "8-bit AdamW keeps its moments in 8 bits, block-wise."
+
+
+def smaller_micro_batches(setting: Setting) -> list[Setting]:
+    """All that divide the rows of a process."""
+    rows = setting.micro_batch_size * setting.accumulation
+    smaller = [n for n in range(1, setting.micro_batch_size) if rows % n == 0]
+    return [replace(setting, micro_batch_size=n, accumulation=rows // n) for n in smaller]
+
+
+def with_checkpointing(setting: Setting) -> list[Setting]:
+    return [] if setting.activation_checkpointing else [replace(setting, activation_checkpointing=True)]
+
+
+def with_8_bit_state(setting: Setting) -> list[Setting]:
+    return [replace(setting, optimizer="adamw_8bit")] if setting.optimizer == "adamw" else []
+
+
+def with_bf16_weights(setting: Setting) -> list[Setting]:
+    """Where launch and optimizer allow it."""
+    cell = Cell(setting.strategy, setting.bits, setting.adapter, setting.optimizer)
+    if setting.weights == "bf16" or bf16_weights_problems(cell, weights="bf16", precision=setting.precision):
+        return []
+    return [replace(setting, weights="bf16")]
+
+
+def sharded(setting: Setting) -> list[Setting]:
+    """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads."""
+    here = placement_of(setting.strategy, setting.world_size)
+    found = []
+    for strategy in STRATEGIES:
+        there = placement_of(strategy, setting.world_size)
+        more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
+        less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
+        if there.optimizer_on == "gpu" and (more > less or (more == less and here.optimizer_on != "gpu")):
+            found.append(replace(setting, strategy=strategy))
+    return found
+
+
+def with_adapter(setting: Setting) -> list[Setting]:
+    return [replace(setting, adapter="lora")] if setting.adapter == "none" else []
+
+
+def in_4_bits(setting: Setting) -> list[Setting]:
+    return [replace(setting, bits=4)] if setting.adapter != "none" and setting.bits != 4 else []
+
+
+def with_shorter_rows(setting: Setting) -> list[Setting]:
+    """Half as long."""
+    tokens = setting.row_tokens // 2
+    return [replace(setting, row_tokens=tokens)] if tokens >= LEAST_ROW_TOKENS else []
+
+
+def is_reduced(setting: Setting, asked: Setting) -> bool:
+    """Whether the updates of a row of the answer are less exact than those that were asked for."""
+    return (setting.weights, setting.optimizer) != (asked.weights, asked.optimizer)
+
+
+def reduction(setting: Setting, other: Setting) -> list[str]:
+    """Weights and optimizer where they differ from another setting's: keys of the recipe with their values."""
+    weights = [f"train.weights {setting.weights}"] if setting.weights != other.weights else []
+    return weights + ([f"train.optimizer {setting.optimizer}"] if setting.optimizer != other.optimizer else [])
+
+
+def given_up(setting: Setting, asked: Setting) -> list[str]:
+    """What its less exact updates mean, in sentences."""
+    of_weights = [OF_BF16_WEIGHTS] if setting.weights != asked.weights else []
+    return of_weights + ([OF_8_BIT_STATE] if setting.optimizer != asked.optimizer else [])
