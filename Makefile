@@ -9,6 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_OUTPUT ?= runs/demo
+DEMO_FLAGS ?=
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
@@ -20,7 +21,7 @@ demo: $(VENV)/.demo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(python -c "from finetune.hardware import cores; print(cores.usable())")} \
 	accelerate launch --config_file accelerate_configs/single.yaml \
 	  --mixed_precision $$(python -c "from finetune.distributed import native_precision; print(native_precision())") \
-	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT)
+	  recipes/sft.py --config recipes/configs/demo.yaml --model.path "$$MODEL" --train.output_dir $(DEMO_OUTPUT) $(DEMO_FLAGS)
 
 # Two workers, file by file: a tiny run on two processes leaves much of two cores idle
 WORKERS ?= 2
