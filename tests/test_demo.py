@@ -1,4 +1,4 @@
-"""``make demo``, as a user runs it: the real SmolLM2-135M learns, and shows it."""
+"""``make demo``, as a user runs it but for one of two epochs: the real SmolLM2-135M learns, and shows it."""
 
 import os
 import re
@@ -28,7 +28,6 @@ def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
 
 
 def test_half_the_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_out_rows(tmp_path: Path):
-    """Half of its steps: all of them take twice as long, and show the same better."""
     environment = Path(sys.prefix)
     command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", "DEMO_FLAGS=--train.epochs 1", f"VENV={environment}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -50,7 +49,7 @@ def test_half_the_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_t
 
 
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
-    """A few of its steps, on a few held-out rows; a notebook trains three times as many, with these settings."""
+    """A few of its steps, on a few held-out rows; a notebook trains twice as many, with these settings."""
     held_out = tmp_path / "held_out.jsonl"
     rows = (ROOT / "recipes" / "data" / "demo_heldout.jsonl").read_text().splitlines(keepends=True)
     held_out.write_text("".join(rows[:8]))
