@@ -4,8 +4,10 @@ None of them was used to fit a constant. Beside the fixed ones there are runs at
 rows are as long as the planner believes to need a given share of it.
 """
 
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.hardware.cards import Machines
-from finetune.planner.peak_memory import needed_bytes, step_memory
-from finetune.planner.shape import ModelShape, shape_of
+from finetune.models.loading import config_from
+from finetune.planner import Model
+from finetune.planner.memory import needed_bytes
 from finetune.trace.setting import Setting
+from finetune.trace.tracer import Tracer
 
 POSITIONS = 131072
 
@@ -92,10 +96,6 @@ class Case:
         return f"{self.model} {method} {weights}{targets}{dropout}{optimizer}, {kept}, {rows}{launched}{at}"
 
     @property
-    def shape(self) -> ModelShape:
-        return shape_of(MODELS[self.model])
-
-    @property
     def global_batch_size(self) -> int:
         return self.setting.micro_batch_size * self.setting.accumulation * self.setting.world_size
 
@@ -113,35 +113,39 @@ LORA: dict[str, Any] = {"adapter": "lora"}
 QLORA: dict[str, Any] = {"adapter": "lora", "bits": 4}
 INT8: dict[str, Any] = {"adapter": "lora", "bits": 8}
 
-ON_ONE_GPU = (
+TELLING = (
+    _case("Llama-3.1-8B", 2, 2048, **LORA, **KEPT),
+    _case("Llama-3.1-8B", 3, 8192, documents=1024, **QLORA, **RECOMPUTED),
+    _case("Llama-3.2-1B", 1, 8192, **KEPT),
+    _case("Llama-3.1-8B", 1, 8192, optimizer="adamw_8bit", **BF16, **RECOMPUTED),
     _case("SmolLM2-135M", 8, 2048, **KEPT),
+    _case("Llama-3.1-8B", 2, 4096, **INT8, **RECOMPUTED),
+    _case("Llama-3.2-3B", 2, 4096, **RECOMPUTED),
+    _case("Qwen3-1.7B", 2, 16384, documents=2048, **BF16, **RECOMPUTED),
+    _case("Llama-3.1-8B", 1, 4096, **QLORA, **KEPT),
+    _case("Llama-3.1-8B", 1, 32768, documents=8192, **LORA, **RECOMPUTED),
+)
+"""The runs that say most, each of another kind: first, in case that there is no time for all."""
+OTHERS = (
     _case("SmolLM2-135M", 1, 32768, **RECOMPUTED),
     _case("Qwen2.5-0.5B", 4, 2048, **KEPT),
     _case("Qwen2.5-0.5B", 8, 2048, accumulation=2, **RECOMPUTED),
     _case("TinyLlama-1.1B", 2, 4096, documents=1024, **KEPT),
     _case("TinyLlama-1.1B", 4, 8192, **RECOMPUTED),
-    _case("Llama-3.2-1B", 1, 8192, **KEPT),
     _case("Llama-3.2-1B", 1, 32768, documents=4096, **RECOMPUTED),
-    _case("Llama-3.2-3B", 2, 4096, **RECOMPUTED),
     _case("Llama-3.2-1B", 2, 4096, documents=2048, **BF16, **KEPT),
     _case("Llama-3.2-3B", 1, 4096, optimizer="adamw_8bit", **BF16, **KEPT),
-    _case("Qwen3-1.7B", 2, 16384, documents=2048, **BF16, **RECOMPUTED),
-    _case("Llama-3.1-8B", 1, 8192, optimizer="adamw_8bit", **BF16, **RECOMPUTED),
-    _case("Llama-3.1-8B", 2, 2048, **LORA, **KEPT),
-    _case("Llama-3.1-8B", 1, 32768, documents=8192, **LORA, **RECOMPUTED),
     _case("Qwen3-1.7B", 4, 2048, **LORA, **KEPT),
     _case("Llama-3.2-3B", 2, 4096, documents=512, rank=64, targets=("q_proj", "v_proj"), **LORA, **KEPT),
     _case("SmolLM2-135M", 8, 4096, dropout=0.05, **LORA, **KEPT),
     _case("TinyLlama-1.1B", 4, 2048, adapter="dora", **RECOMPUTED),
-    _case("Llama-3.1-8B", 1, 4096, **QLORA, **KEPT),
-    _case("Llama-3.1-8B", 3, 8192, documents=1024, **QLORA, **RECOMPUTED),
     _case("Llama-3.2-3B", 1, 8192, optimizer="paged_adamw_8bit", **QLORA, **KEPT),
     _case("TinyLlama-1.1B", 1, 16384, **QLORA, **RECOMPUTED),
     _case("Qwen2.5-0.5B", 4, 4096, rank=64, **QLORA, **KEPT),
-    _case("Llama-3.1-8B", 2, 4096, **INT8, **RECOMPUTED),
     _case("Llama-3.2-1B", 2, 2048, **INT8, **KEPT),
     _case("TinyLlama-1.1B", 8, 2048, documents=256, **INT8, **RECOMPUTED),
 )
+ON_ONE_GPU = TELLING + OTHERS
 ON_ALL_GPUS = (
     _case("Llama-3.2-1B", 1, 8192, documents=2048, strategy="ddp", **KEPT),
     _case("Llama-3.1-8B", 1, 4096, strategy="fsdp2", **RECOMPUTED),
@@ -151,40 +155,54 @@ ON_ALL_GPUS = (
 )
 """On as many as there are, where there are several."""
 AT_THE_EDGE = (
-    (_case("Llama-3.2-1B", EDGE_ROWS, EDGE_STEP, **KEPT), (0.88, 0.97, 1.02, 1.08)),
-    (_case("TinyLlama-1.1B", EDGE_ROWS, EDGE_STEP, **LORA, **KEPT), (0.88, 0.97, 1.02)),
+    (_case("Llama-3.2-1B", EDGE_ROWS, EDGE_STEP, **KEPT), (0.97, 1.02, 0.88, 1.08)),
+    (_case("TinyLlama-1.1B", EDGE_ROWS, EDGE_STEP, **LORA, **KEPT), (0.97, 1.02, 0.88)),
 )
 REHEARSED = _case("tiny", 2, 128, documents=32, accumulation=2, **KEPT)
 
 
 def cases(machines: Machines) -> list[Case]:
-    """All runs for these GPUs; those at the edge last."""
+    """All runs for these GPUs, those that say most first."""
     n = machines.gpus_per_node
     several = [replace(case, setting=replace(case.setting, world_size=n)) for case in ON_ALL_GPUS] if n > 1 else []
-    memory_bytes = machines.gpu.memory_gib * 2**30
-    edges = (at_edge(case, share, memory_bytes) for case, shares in AT_THE_EDGE for share in shares)
-    return [*ON_ONE_GPU, *several, *(case for case in edges if case is not None)]
+    edges = (at_edge(case, share, machines) for case, shares in AT_THE_EDGE for share in shares)
+    every = [*TELLING, *several, *(case for case in edges if case is not None), *OTHERS]
+    return [replace(case, setting=replace(case.setting, flash=machines.gpu.has_flash_attention)) for case in every]
 
 
-def at_edge(case: Case, share: float, memory_bytes: float) -> Case | None:
+def at_edge(case: Case, share: float, machines: Machines) -> Case | None:
     """A case with the longest rows of which the planner believes that they need no more than a share of the memory.
 
     None if its weights alone need more.
     """
 
+    memory_bytes, large = machines.gpu.memory_gib * 2**30, machines.gpu.has_large_workspaces
+
     def of_length(steps: int) -> Case:
         tokens = steps * EDGE_STEP
-        return Case(case.model, replace(case.setting, row_tokens=tokens), tokens, edge=share)
+        setting = replace(case.setting, row_tokens=tokens, flash=machines.gpu.has_flash_attention)
+        return Case(case.model, setting, tokens, edge=share)
 
-    def fits(steps: int) -> bool:
+    def fits(model: Model, steps: int) -> bool:
         setting = of_length(steps).setting
-        return needed_bytes(step_memory(case.shape, setting), setting) <= share * memory_bytes
+        memory = model.memory(setting, mean_document_tokens=setting.row_tokens, large_workspaces=large)
+        return needed_bytes(memory, setting) <= share * memory_bytes
 
     low, high = 0, POSITIONS // EDGE_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    with asked(case.model, POSITIONS) as model:
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(model, middle) else (low, middle - 1)
     return of_length(low) if low else None
+
+
+@contextlib.contextmanager
+def asked(model: str, row_tokens: int) -> Iterator[Model]:
+    """The planner's view of a model, by the same traces as that of a run with rows of this length."""
+    config = config_from(MODELS[model]).to_dict()
+    config.pop("_name_or_path")
+    with Tracer(config, row_tokens=row_tokens) as tracer:
+        yield Model(config, tracer)
 
 
 def write_model(folder: Path, model: str) -> Path:

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from finetune.hardware.cards import parse_gpus
-from finetune.planner import Setting, plan_run
+from finetune.planner import Model, Setting, plan_run
+from finetune.trace.tracer import Tracer
 
 ROOT = Path(__file__).parent.parent
 LLAMA_3_1_8B = {
@@ -24,6 +25,8 @@ LLAMA_3_1_8B = {
     "max_position_embeddings": 131072,
 }
 """Of its published config.json."""
+ROW_TOKENS = 2048
+"""The default of ``data.max_length``."""
 ARGUMENTS = ("plan", "--model", "llama-3.1-8b.json", "--gpus", "8xH100", "--method", "full")
 
 
@@ -53,14 +56,16 @@ def example() -> str:
 
 def lines_of_the_run() -> list[str]:
     """Of the same question, under fsdp2, with micro-batch and checkpointing left open."""
-    planned = plan_run(
-        LLAMA_3_1_8B,
-        Setting(strategy="fsdp2", world_size=8),
-        machines=parse_gpus("8xH100"),
-        global_batch_size=16,
-        mean_row_tokens=2048,
-        mean_document_tokens=2048,
-        micro_batch_size=None,
-        activation_checkpointing=None,
-    )
+    with Tracer(LLAMA_3_1_8B, row_tokens=ROW_TOKENS) as tracer:
+        planned = plan_run(
+            Model(LLAMA_3_1_8B, tracer),
+            Setting(strategy="fsdp2", world_size=8, row_tokens=ROW_TOKENS),
+            machines=parse_gpus("8xH100"),
+            global_batch_size=16,
+            mean_row_tokens=ROW_TOKENS,
+            mean_document_tokens=ROW_TOKENS,
+            attended_tokens=ROW_TOKENS,
+            micro_batch_size=None,
+            activation_checkpointing=None,
+        )
     return planned.describe()

@@ -40,8 +40,8 @@ MATRICES = {
 """Test files and the axes of their points."""
 FIXTURES = ("ranks", "tiny")
 """Test modules that every matrix uses, through conftest."""
-NOT_TRAINING = ("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner")
-"""What writes tables, the version, the commands and the planner: a training step runs none of them."""
+NOT_TRAINING = ("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace")
+"""What writes tables, the version, the commands, the planner and its traces: a training step runs none of them."""
 FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (

@@ -16,24 +16,33 @@ SECONDS = 5.0
 
 
 def refuse_without_access(
-    name: str, file: str, *, kind: Kind = "model", revision: str | None = None, seconds: float = SECONDS
-) -> None:
-    """Nothing, unless the hub refuses a model or dataset, or does not answer and the cache does not know it either.
+    name: str,
+    file: str,
+    *,
+    kind: Kind = "model",
+    revision: str | None = None,
+    seconds: float = SECONDS,
+    waits_if_busy: bool = True,
+    instead: str | None = None,
+) -> bool:
+    """Whether the hub is to be asked for a model or dataset; if not, the folder or the cache has it.
 
-    A folder here needs no hub. A file that is missing in the repository, and a hub that is busy, are left to the
-    library that loads it.
+    A folder here needs no hub. A file that is missing in the repository is left to the library that loads it.
 
     Args:
         name: a folder here, or an id on the hub.
         file: whose metadata is asked for: the first that the library will ask for.
         revision: branch, tag or commit; None for the main branch.
         seconds: to wait for an answer.
+        waits_if_busy: leave a hub that is busy to the library, which asks again for half a minute; otherwise that is no
+            answer.
+        instead: what else can be given; None for the folder of a model or dataset.
 
     Raises:
-        InputError: with what to do to get it.
+        InputError: with what to do to get it, if the hub refuses it, or does not answer and the cache does not know it.
     """
     if Path(name).exists():
-        return
+        return False
     from huggingface_hub import errors, hf_hub_url, try_to_load_from_cache  # a tenth of a second
 
     try:
@@ -41,11 +50,22 @@ def refuse_without_access(
     except errors.HFValidationError as error:
         raise InputError(f"{name} is neither a local folder nor a hub id (owner/name); check the name.") from error
     failure = _failure(url, seconds)
-    answered = isinstance(failure, errors.HfHubHTTPError)
-    if failure and (answered or try_to_load_from_cache(name, file, repo_type=kind, revision=revision) is None):
-        why = _why_refused(failure, name, kind, revision) if answered else _why_silent(failure, name)
-        if why is not None:
-            raise InputError(f"{why}, or give the folder of a {kind}.") from failure
+    if failure is None:
+        return True
+    answered = isinstance(failure, errors.HfHubHTTPError) and (
+        waits_if_busy or not _is_busy(failure.response.status_code)
+    )
+    if not answered and try_to_load_from_cache(name, file, repo_type=kind, revision=revision) is not None:
+        return False
+    why = _why_refused(failure, name, kind, revision) if answered else _why_silent(failure, name, kind)
+    if why is not None:
+        raise InputError(f"{why}, or give {instead or f'the folder of a {kind}'}.") from failure
+    return True
+
+
+def _is_busy(status_code: int) -> bool:
+    """Whether the hub answers that it cannot answer now."""
+    return status_code == 429 or status_code >= 500
 
 
 def _why_refused(failure: Exception, name: str, kind: Kind, revision: str | None) -> str | None:
@@ -64,12 +84,16 @@ def _why_refused(failure: Exception, name: str, kind: Kind, revision: str | None
     return None
 
 
-def _why_silent(failure: Exception, name: str) -> str:
-    from huggingface_hub.errors import OfflineModeIsEnabled
+def _why_silent(failure: Exception, name: str, kind: Kind) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    too = f"log in with `hf auth login` if the {kind} is gated"
     if isinstance(failure, OfflineModeIsEnabled):
-        return f"{name} is not in the cache, and HF_HUB_OFFLINE prevents downloading it: unset it"
-    return f"The hub cannot be reached ({first_line(failure)}), and {name} is not in the cache: check the network"
+        return f"{name} is not in the cache, and HF_HUB_OFFLINE prevents downloading it: unset it, {too}"
+    reason = f"({first_line(failure)}), and {name} is not in the cache"
+    if isinstance(failure, HfHubHTTPError):
+        return f"The hub is busy {reason}: try again later, {too}"
+    return f"The hub cannot be reached {reason}: check the network, {too}"
 
 
 def _failure(url: str, seconds: float) -> Exception | None:

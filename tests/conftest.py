@@ -12,13 +12,16 @@ import pytest
 import scenarios
 import tiny
 import torch
+from plan_models import ArithmeticTracer
 from ranks import Ranks
 from recording import Recorder
 
 from finetune.data import template_process
+from finetune.planner import asked
 
 STARTING_PROCESSES = {
     "test_adapters",
+    "test_architectures",
     "test_demo",
     "test_dry_run",
     "test_interruption",
@@ -26,9 +29,14 @@ STARTING_PROCESSES = {
     "test_kills_launcher",
     "test_launch",
     "test_notebooks",
-    "test_plan_memory",
+    "test_plan_cards",
+    "test_plan_configs",
+    "test_plan_sharded",
+    "test_plan_speed",
+    "test_shallow",
     "test_start_up",
     "test_template_process",
+    "test_tracer",
     "test_wheel",
 }
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
@@ -45,11 +53,13 @@ LONGEST = [
     "test_compatibility",
     "test_state",
     "test_launch",
+    "test_plan_configs",
     "test_dry_run",
+    "test_shallow",
+    "test_architectures",
+    "test_plan_sharded",
     "test_families",
-    "test_plan_memory",
     "test_fp16",
-    "test_plan_zero",
     "test_not_finite",
     "test_mutations",
 ]
@@ -107,6 +117,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield group
     for each in groups.values():
         each.stop()
+
+
+@pytest.fixture
+def arithmetic_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``finetune plan`` in this process traces nothing."""
+    monkeypatch.setattr(asked, "Tracer", ArithmeticTracer)
+
+
+@pytest.fixture
+def traced_steps(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``finetune plan`` in this process traces what nobody has traced in this session."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

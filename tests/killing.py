@@ -164,7 +164,8 @@ class Trial:
         before = self._newest()
         launch, _ = self.start(strategy, processes, dies_before=(rank, number))
         while not any("dies_before" in event for event in launch.events()):
-            if self.server.wait(0.01) is not None:
+            if (code := self.server.wait(0.01)) is not None:
+                assert code == 0, f"it ended by itself with exit code {code}\n{launch.output()}"
                 return None
         return self._after(
             launch, "SIGKILL between two changes of files", SAVING, time.monotonic(), GONE_WITHIN, before

@@ -87,6 +87,16 @@ def _fork_ranks(connections: list[Any], port: str, log_folder: Path) -> None:
         os.waitpid(pid, 0)
 
 
+def _without_a_plan(cfg: Any, *about: Any) -> Any:
+    """In place of ``sizes.plan_of``, which traces the step of each new setting: matrices have hundreds of them, and a
+    run's plan has tests of its own."""
+    from finetune.run import sizes
+
+    if cfg.train.micro_batch_size == "auto":
+        return sizes.plan_of(cfg, *about)
+    return sizes.Planned(None, [], sizes.Sizes(cfg.train.micro_batch_size, cfg.train.recomputes))
+
+
 def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> None:
     """A rank: answer until the tests end. A connection that another rank held open would hide that this one died."""
     world_size, connection = len(connections), connections[rank]
@@ -103,6 +113,9 @@ def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> No
     own = dict(os.environ)
     import torch.distributed
 
+    from finetune.run import session
+
+    session.plan_of = _without_a_plan  # type: ignore[assignment]
     destroy = torch.distributed.destroy_process_group
     # the group of all processes outlives a run
     torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)

@@ -1,28 +1,26 @@
 """The dry run: fake tensors take the bytes that real ones take, on one process and as one of several."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from ranks import ROOT, Ranks
+from full_trace import FullTrace, full_trace, told
+from ranks import Ranks
 from torch._subclasses.fake_tensor import FakeTensor
 from tracing import begun
 
-from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
-from finetune.trace import dry_run as tracing_step
-from finetune.trace.accounts import account
-from finetune.trace.child import trace_in_child
-from finetune.trace.dry_run import dry_run
-from finetune.trace.findings import CATEGORIES, PHASES, Trace, trace_of
-from finetune.trace.kernel_workspace import bytes_inside
+from finetune.planner.memory import PART_OF
+from finetune.trace import building
+from finetune.trace.accounts import CATEGORIES
+from finetune.trace.kernel_workspace import NOTHING, inside
 from finetune.trace.ledger import Ledger
 from finetune.trace.patches import libraries_take_fakes
 from finetune.trace.setting import Setting
@@ -38,17 +36,6 @@ TINY: dict[str, Any] = {
     "vocab_size": 509,  # a prime, which no number of processes divides
     "max_position_embeddings": 1024,
 }
-LLAMA_3_1_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-PARAMETERS_8B = 8_030_261_248
 HOST_BYTES = {"weights": 64, "gathered": 2**18}
 """More that real processes may hold, by category: the numbers of a device mesh are small tensors, in host memory; and
 gloo's threads let go of a buffer when they come to it."""
@@ -68,25 +55,19 @@ SETTINGS = {
 }
 
 
-def exact(setting: Setting, **how: Any) -> Trace:
+def exact(setting: Setting, **how: Any) -> FullTrace:
     """Without rounding, and without what the kernels of a GPU would take."""
-    return dry_run(TINY, setting, kernels=False, rounding=1, **how)
-
-
-def bytes_of(trace: Trace) -> dict[str, Any]:
-    """All that a trace tells of memory, but for the picture, whose axis counts events."""
-    record = trace.record()
-    return {name: record[name] for name in ("peak", "peak_phase", "phases", "saved", "held", "largest")}
+    return full_trace(TINY, setting, kernels=False, rounding=1, **how)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_fake_tensors_take_the_bytes_of_real_ones_exactly(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})  # where it keeps constants that it has made
-    assert bytes_of(exact(setting)) == bytes_of(exact(setting, real=True))
+    assert exact(setting) == exact(setting, real=True)
 
 
-def real_trace(setting: Setting) -> dict[str, Any]:
-    return bytes_of(exact(setting, real=True, rank=int(os.environ["RANK"])))
+def real_trace(setting: Setting) -> FullTrace:
+    return exact(setting, real=True, rank=int(os.environ["RANK"]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -97,19 +78,17 @@ def test_trace_as_one_of_two_processes_is_what_each_of_two_real_ones_holds(
     setting = replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
     found = ranks(2).run(real_trace, setting, strategy=strategy, mixed_precision="bf16")
     for rank, real in enumerate(found):
-        fake = bytes_of(exact(setting, rank=rank))
+        fake = exact(setting, rank=rank)
         # not what is alive in the backward pass and the step: of that, gloo's threads let go when they come to it
-        moments = [[trace["held"], trace["saved"]] for trace in (fake, real)]
-        for one, other in zip(*moments):
+        for one, other in ((fake.held, real.held), (fake.saved, real.saved)):
             for category in CATEGORIES:
-                difference = other["categories"].get(category, 0) - one["categories"].get(category, 0)
+                difference = other.categories.get(category, 0) - one.categories.get(category, 0)
                 assert 0 <= difference <= HOST_BYTES.get(category, 0), category
         # a buffer of reduced gradients may outlive their sum in the same way
-        gradients = [trace["phases"]["step"]["categories"]["gradients"] for trace in (fake, real)]
+        gradients = [trace.phases["step"].categories["gradients"] for trace in (fake, real)]
         assert gradients[1] in (gradients[0], 2 * gradients[0])
 
 
-BIG = Setting(strategy="fsdp2", world_size=8, activation_checkpointing=True, row_tokens=4096)
 ENGINES = [
     replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
     for strategy in ("zero1", "zero2", "zero3")
@@ -117,31 +96,42 @@ ENGINES = [
 ]
 
 
+GROWING = [
+    replace(ENGINES[1], activation_checkpointing=True, micro_batch_size=rows)
+    for rows in (1, 3)  # beside an adapter, embedded rows are a leaf and keep their gradient
+]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def in_children() -> "Iterator[dict[tuple[Setting, int], Future[Trace]]]":
+def in_children() -> "Iterator[dict[tuple[Setting, int], Future[FullTrace]]]":
     """Traces by setting and rank."""
-    asked: dict[tuple[Setting, int], dict[str, Any]] = {
-        (setting, rank): {"model": TINY, "setting": setting, "rank": rank, "kernels": False, "rounding": 1}
-        for setting in ENGINES
-        for rank in (0, 1)
-    }
-    with begun({(BIG, 5): {"model": LLAMA_3_1_8B, "setting": BIG, "rank": 5}} | asked) as traces:
+    asked = {(setting, rank): partial(exact, setting, rank=rank) for setting in ENGINES for rank in (0, 1)}
+    asked |= {(setting, 0): partial(exact, setting) for setting in GROWING}
+    with begun(asked) as traces:
         yield traces
 
 
 @pytest.mark.parametrize("setting", ENGINES, ids=lambda setting: f"{setting.adapter}-{setting.strategy}")
 def test_traced_engine_holds_what_each_of_two_real_ones_holds(
-    setting: Setting, in_children: "dict[tuple[Setting, int], Future[Trace]]", ranks: Callable[[int], Ranks]
+    setting: Setting, in_children: "dict[tuple[Setting, int], Future[FullTrace]]", ranks: Callable[[int], Ranks]
 ):
     found = ranks(2).run(real_trace, setting, strategy=setting.strategy, mixed_precision="bf16")
     for rank, real in enumerate(found):
-        fake = bytes_of(in_children[setting, rank].result())
+        fake = in_children[setting, rank].result()
         for category in ("weights", "optimizer"):
-            assert fake["held"]["categories"][category] == real["held"]["categories"][category] > 0
+            assert fake.held.categories[category] == real.held.categories[category] > 0
         hidden_states = 2 * 64 * 96  # a real engine keeps one longer now and then
         beside = HOST_BYTES["gathered"] + hidden_states
-        assert abs(fake["saved"]["bytes"] - real["saved"]["bytes"]) <= beside
-        assert abs(fake["peak"]["bytes"] - real["peak"]["bytes"]) <= beside
+        assert abs(fake.saved.bytes - real.saved.bytes) <= beside
+        assert abs(fake.peak.bytes - real.peak.bytes) <= beside
+
+
+def test_gradients_that_grow_with_the_micro_batch_are_not_those_of_weights(
+    in_children: "dict[tuple[Setting, int], Future[FullTrace]]",
+):
+    one, three = (in_children[setting, 0].result().phases["step"].categories for setting in GROWING)
+    assert one["gradients"] == three["gradients"] > 0
+    assert three["temporaries"] > one["temporaries"]
 
 
 def test_optimizer_state_is_twice_the_masters():
@@ -189,7 +179,7 @@ class Packed:
 def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: pytest.MonkeyPatch):
     kept: list[int] = []
     models: list[torch.nn.Module] = []
-    built, scaled = tracing_step.build, step.scaled
+    built, scaled = building.build, step.scaled
 
     def build(*args: Any, **kwargs: Any) -> Any:
         models.append(built(*args, **kwargs))
@@ -203,7 +193,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: py
 
     setting = replace(SETTING, precision="no", adapter=adapter)
     with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(Packed, lambda each: each.tensor):
-        patch.setattr(tracing_step, "build", build)
+        patch.setattr(building, "build", build)
         patch.setattr(step, "scaled", count)
         real = exact(setting, real=True)
     fake = exact(setting)
@@ -235,6 +225,8 @@ def test_what_a_block_is_for_follows_from_its_life():
     ledger = Ledger(rounding=1)
     with ledger:
         weight = torch.zeros(10)
+        ledger.built = ledger.events
+        bucket = torch.zeros(5)
         ledger.begin("forward")
         kept, dropped = torch.zeros(20), torch.zeros(40)
         del dropped
@@ -248,13 +240,14 @@ def test_what_a_block_is_for_follows_from_its_life():
         state = torch.zeros(80)
         del gradient
         ledger.begin("forward")
-    trace = account(ledger, logits=(3, 7), on_host=frozenset(), seconds=0.0)
-    assert trace.held.categories == {"weights": 40}
-    assert trace.phases["forward"].categories == {"weights": 40, "activations": 80, "temporaries": 160}
-    assert trace.phases["loss"].categories == {"weights": 40, "activations": 80, "logits": 84}
+    trace = told(ledger, logits=(3, 7))
+    before = {"weights": 40, "gathered": 20}
+    assert trace.held.categories == before
+    assert trace.phases["forward"].categories == before | {"activations": 80, "temporaries": 160}
+    assert trace.phases["loss"].categories == before | {"activations": 80, "logits": 84}
     assert trace.phases["backward"].categories == trace.phases["loss"].categories | {"gradients": 40}
-    assert trace.phases["step"].categories == {"weights": 40, "gradients": 40, "optimizer": 320}
-    assert weight.numel() + state.numel() == 90
+    assert trace.phases["step"].categories == before | {"gradients": 40, "optimizer": 320}
+    assert weight.numel() + bucket.numel() + state.numel() == 95
 
 
 def test_kernels_take_what_their_sources_say():
@@ -262,12 +255,13 @@ def test_kernels_take_what_their_sources_say():
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
     accumulated = 4 * 2 * 1024 * 32 * 128 + 4 * 2 * 1024 * 32
     expanded = 2 * 2 * 2 * 32 * 1000 * 128
-    assert bytes_inside(attention, (None, query, key.bfloat16()), None) == accumulated + expanded
-    assert bytes_inside(attention, (None, query, query), None) == accumulated
+    assert inside(attention, (None, query, key.bfloat16()), None).total == accumulated + expanded
+    assert inside(attention, (None, query, query), None).total == accumulated
     many, few = torch.empty(2048, 64, device="meta").bfloat16(), torch.empty(8, 64, device="meta").bfloat16()
     scales = torch.empty(512, device="meta")
-    assert bytes_inside("bitsandbytes::gemm_4bit", (many, None, (512, 64), scales, 64), None) == 2 * 512 * 64 + 8 * 512
-    assert bytes_inside("bitsandbytes::gemm_4bit", (few, None, (512, 64), scales, 64), None) == 0
+    dequantised = inside("bitsandbytes::gemm_4bit", (many, None, (512, 64), scales, 64), None)
+    assert dequantised.total == 2 * 512 * 64 + 8 * 512
+    assert inside("bitsandbytes::gemm_4bit", (few, None, (512, 64), scales, 64), None) == NOTHING
 
 
 def test_packed_rows_save_what_one_row_of_attention_saves():
@@ -277,22 +271,14 @@ def test_packed_rows_save_what_one_row_of_attention_saves():
     # bounds, positions, and rotary embeddings for each row; the random state of each layer's kernel
     beside = packed.saved.bytes - apart.saved.bytes
     assert 0 <= beside <= 4 * 3 + 8 * tokens + 2 * 4 * 16 * tokens + layers * (8 * 2 + 4 * heads)
-    assert any("varlen" in group.operation for group in packed.largest)
+    assert any("varlen" in operation for _, operation, *_ in packed.alive)
 
 
-def test_picture_of_a_step_reaches_the_peak_and_goes_through_its_phases_in_order():
-    trace = exact(SETTING)
-    assert max(point.moment.bytes for point in trace.points) == trace.peak.bytes
-    assert list(dict.fromkeys(point.phase for point in trace.points)) == list(PHASES)
-    assert [point.at for point in trace.points] == sorted(point.at for point in trace.points)
-    for point in trace.points:
-        assert sum(point.moment.categories.values()) == point.moment.bytes
-        assert set(point.moment.categories) <= set(CATEGORIES)
-
-
-def test_trace_is_the_same_after_a_way_through_json():
-    trace = exact(SETTING)
-    assert trace_of(json.loads(json.dumps(trace.record()))) == trace
+def test_planner_knows_what_every_block_is_for():
+    assert set(PART_OF) == set(CATEGORIES)
+    for setting in (SETTING, replace(SETTING, strategy="fsdp2", world_size=2, adapter="lora", bits=4)):
+        for moment in exact(setting).phases.values():
+            assert set(moment.categories) <= set(CATEGORIES)
 
 
 def test_state_in_host_memory_is_in_no_moment_of_the_gpu():
@@ -341,13 +327,6 @@ def test_patches_are_undone_after_an_error():
         raise ZeroDivisionError
 
 
-def test_8b_model_is_traced_by_a_child_as_rank_5_of_8(in_children: "dict[tuple[Setting, int], Future[Trace]]"):
-    trace = in_children[BIG, 5].result()
-    assert 0 <= trace.held.categories["weights"] - 4 * PARAMETERS_8B / 8 < 2**20
-    assert 0 <= trace.held.categories["optimizer"] - 8 * PARAMETERS_8B / 8 < 2**20
-    assert trace.seconds < 300
-
-
 @pytest.mark.parametrize(
     ("model", "setting", "rank", "words"),
     [
@@ -355,25 +334,10 @@ def test_8b_model_is_traced_by_a_child_as_rank_5_of_8(in_children: "dict[tuple[S
         (TINY, replace(SETTING, world_size=2), 0, "single is for one GPU"),
         (TINY, SETTING, 1, "The rank is 1"),
         (TINY | {"model_type": "lllama"}, SETTING, 0, "no model that transformers knows"),
-        (TINY, replace(SETTING, strategy="zero3_offload", world_size=2), 0, "closed form"),
+        (TINY, replace(SETTING, strategy="zero3_offload", world_size=2), 0, "without offload"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_traced_is_refused_in_a_sentence(model: Any, setting: Setting, rank: int, words: str):
     with pytest.raises(InputError, match=words):
-        dry_run(model, setting, rank=rank)
-
-
-@pytest.mark.usefixtures("untouched")
-def test_child_of_a_launched_process_traces_what_it_is_asked(monkeypatch: pytest.MonkeyPatch):
-    setting = replace(SETTING, strategy="fsdp2", world_size=2)
-    alone = trace_in_child(TINY, setting)
-    for name, value in launch_environment(ROOT / "accelerate_configs" / "fsdp2_offload.yaml", 4, "no").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "3")
-    assert bytes_of(trace_in_child(TINY, setting)) == bytes_of(alone)
-
-
-def test_childs_refusal_reaches_the_caller():
-    with pytest.raises(InputError, match="to lora"):
-        trace_in_child(TINY, replace(SETTING, bits=8))
+        full_trace(model, setting, rank=rank)

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig
 
 from finetune.errors import InputError
-from finetune.models import loading
+from finetune.models import end_tokens as files
+from finetune.models.end_tokens import end_tokens_of
 
 
 @pytest.fixture
@@ -16,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    return loading.end_tokens(AutoConfig.from_pretrained(folder), str(folder), revision=None)
+    return end_tokens_of(AutoConfig.from_pretrained(folder), str(folder), revision=None)
 
 
 def test_tokens_of_both_files_are_taken(folder: Path):
@@ -31,7 +33,7 @@ def test_config_around_a_language_model_has_the_tokens_of_the_model_within(folde
     (folder / "generation_config.json").unlink(missing_ok=True)
     around = AutoConfig.for_model("llava", text_config={"model_type": "llama", "eos_token_id": 7})
     assert not hasattr(around, "eos_token_id")
-    assert loading.end_tokens(around, str(folder), revision=None) == (7,)
+    assert end_tokens_of(around, str(folder), revision=None) == (7,)
 
 
 @pytest.mark.parametrize("content", ["{broken", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', "\x80"])
@@ -39,3 +41,31 @@ def test_file_that_names_no_tokens_is_refused_and_not_taken_for_absent(folder: P
     (folder / "generation_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match=r"generation_config\.json or config\.json of .* cannot be used"):
         end_tokens(folder)
+
+
+def test_file_that_cannot_be_read_is_refused_and_not_taken_for_absent(folder: Path):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").mkdir()
+    with pytest.raises(InputError, match=r"generation_config\.json or config\.json of .* cannot be used"):
+        end_tokens(folder)
+
+
+def of_the_hub(error: EntryNotFoundError, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Of a model on a hub that answers with an error when it is asked for generation_config.json."""
+
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(files, "hf_hub_download", download)
+    return end_tokens_of(AutoConfig.for_model("llama", eos_token_id=7), "owner/model", revision=None)
+
+
+def test_model_of_the_hub_without_the_file_has_the_tokens_of_its_configuration(monkeypatch: pytest.MonkeyPatch):
+    assert of_the_hub(EntryNotFoundError("none"), monkeypatch) == (7,)
+
+
+def test_hub_that_does_not_answer_is_not_taken_for_one_without_the_file(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match=r"does not say whether owner/model has a generation_config\.json"):
+        of_the_hub(LocalEntryNotFoundError("no answer"), monkeypatch)
+    monkeypatch.setattr(files, "is_offline_mode", lambda: True)
+    assert of_the_hub(LocalEntryNotFoundError("offline"), monkeypatch) == (7,)

@@ -152,14 +152,19 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+def wait_for_checkpoint(run: Path) -> None:
+    """It is written in the background, by a thread that would end with its process."""
+    deadline = time.monotonic() + 20
+    while newest(run)[0] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def dies_evaluating(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     evaluate = evaluation.evaluate
 
     def dying(*args: Any, **kwargs: Any) -> float:
-        if list(run.glob(f"checkpoints/step-{STEPS:08d}*")):  # it is written meanwhile
-            deadline = time.monotonic() + 20
-            while newest(run)[0] is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+        if list(run.glob(f"checkpoints/step-{STEPS:08d}*")):
+            wait_for_checkpoint(run)
             raise Killed
         return evaluate(*args, **kwargs)
 
@@ -172,6 +177,7 @@ def dies_before_the_line_of_the_last_step(monkeypatch: pytest.MonkeyPatch, run: 
     def dying(journal: run_files.Journal, lines: Any) -> list[str]:
         added = list(lines)
         if any(json.loads(line).get("step") == STEPS for line in added):
+            wait_for_checkpoint(run)
             raise Killed
         return append(journal, added)
 

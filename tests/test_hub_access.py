@@ -19,7 +19,7 @@ from finetune.planner.model_config import read_config
 
 COMMIT = "0" * 40
 ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
-    "good": (200, {"X-Repo-Commit": COMMIT, "ETag": '"1"', "Content-Length": "1"}),
+    "good": (200, {"X-Repo-Commit": COMMIT, "ETag": '"1"', "Content-Length": "2"}),
     "gated": (401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}),
     "absent": (404, {"X-Error-Code": "RepoNotFound"}),
     "private": (401, {}),
@@ -27,18 +27,23 @@ ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
     "no_file": (404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}),
     "forbidden": (403, {"X-Error-Message": "The token may not read this."}),
     "busy": (503, {}),
+    "not_here": (404, {}),
 }
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers for ``owner/NAME`` as the real one does; not at all for ``owner/silent``."""
+    """Answers for ``owner/NAME`` as the real one does; not at all for ``owner/silent``. Every file is ``{}``."""
 
-    def do_HEAD(self) -> None:  # the name that http.server asks for
+    def do_GET(self) -> None:  # the names that http.server asks for
+        self.do_HEAD()
+        self.wfile.write(b"{}")
+
+    def do_HEAD(self) -> None:
         name = self.path.removeprefix("/datasets").split("/")[2]
         if name == "silent":
             time.sleep(30)
             return
-        code, headers = ANSWERS[name]
+        code, headers = ANSWERS.get(name, (404, {}))
         self.send_response(code)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -87,7 +92,7 @@ def test_each_refusal_of_the_hub_has_its_own_remedy_and_other_answers_have_none(
     names = [f"owner/{name}" for name in ANSWERS]
     lines = dict(zip(ANSWERS, said(endpoint, tmp_path, f"for name in {names}: ask(name, revision='v2')"), strict=True))
     given = [name for name, line in lines.items() if line == "given"]
-    assert given == ["good", "no_file", "busy"]
+    assert given == ["good", "no_file", "busy", "not_here"]
     assert lines["gated"] == (
         f"No access to owner/gated: accept its terms at {endpoint}/owner/gated, log in with `hf auth login`, or give "
         "the folder of a model."
@@ -112,15 +117,23 @@ def test_dataset_is_asked_for_where_datasets_lie(endpoint: str, tmp_path: Path):
 def test_hub_that_does_not_answer_is_waited_for_no_longer_than_the_time_given(endpoint: str, tmp_path: Path):
     (line,) = said(endpoint, tmp_path, "ask('owner/silent', seconds=0.3)")
     assert line.startswith("The hub cannot be reached (")
-    assert line.endswith("), and owner/silent is not in the cache: check the network, or give the folder of a model.")
+    assert line.endswith(
+        "), and owner/silent is not in the cache: check the network, log in with `hf auth login` if the model is "
+        "gated, or give the folder of a model."
+    )
 
 
-def test_without_a_network_what_the_cache_knows_is_given_and_folders_need_no_hub(tmp_path: Path):
-    repository = tmp_path / "hub" / "models--owner--known"
+def put_into_cache(home: Path, name: str) -> None:
+    """An empty config.json of ``owner/NAME``."""
+    repository = home / "hub" / f"models--owner--{name}"
     (repository / "snapshots" / COMMIT).mkdir(parents=True)
     (repository / "snapshots" / COMMIT / "config.json").write_text("{}")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
+
+
+def test_without_a_network_what_the_cache_knows_is_given_and_folders_need_no_hub(tmp_path: Path):
+    put_into_cache(tmp_path, "known")
     code = f"ask('owner/known'); ask('owner/unknown'); ask({str(tmp_path)!r}); ask('a b/c')"
     for environment, reason in (({}, "The hub cannot be reached ("), ({"HF_HUB_OFFLINE": "1"}, "owner/unknown is not")):
         known, unknown, folder, wrong = said("http://127.0.0.1:9", tmp_path, code, **environment)
@@ -148,3 +161,52 @@ def test_whatever_loads_from_the_hub_asks_for_access_first(
         InputError, match=r"^The hub cannot be reached \(no way to \w+.(json|md)\), and owner/name is not"
     ):
         load()
+
+
+PLAN = (
+    "import huggingface_hub\n"
+    "from finetune.cli import commands, plan_verb\n"
+    "def plan(name):\n"
+    "    began = time.monotonic()\n"
+    "    print(commands.main(['plan', '--model', name, '--gpus', '1xH100']))\n"
+    "    print(time.monotonic() - began < 5)\n"
+)
+"""A program that prints what ``finetune plan`` says, its exit code, and whether it took less than five seconds."""
+REMEDY = "log in with `hf auth login`"
+WAY_OUT = ", or give a config.json file (--model path/to/config.json)."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated", "absent", "private", "forbidden", "not_here", "no_file", "busy", "silent"])
+def test_plan_without_access_ends_within_seconds_in_one_sentence_with_the_login_and_a_way_out(
+    name: str, endpoint: str, tmp_path: Path
+):
+    line, code, in_time = said(endpoint, tmp_path, f"{PLAN}plan('owner/{name}')")
+    assert line.startswith("error: ")
+    assert f"owner/{name}" in line
+    assert REMEDY in line
+    assert line.endswith(WAY_OUT)
+    assert ". " not in line
+    assert (code, in_time) == ("2", "True")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, {"HF_HUB_OFFLINE": "1"}], ids=["no hub", "offline"])
+def test_plan_without_a_network_ends_so_too(environment: dict[str, str], tmp_path: Path):
+    line, code, in_time = said("http://127.0.0.1:9", tmp_path, f"{PLAN}plan('owner/unknown')", **environment)
+    assert REMEDY in line
+    assert line.endswith(WAY_OUT)
+    assert ("HF_HUB_OFFLINE prevents" in line) == bool(environment)
+    assert (code, in_time) == ("2", "True")
+
+
+@pytest.mark.slow
+def test_plan_takes_a_config_from_the_hub_and_what_the_cache_knows_from_a_hub_that_gives_no_answer(
+    endpoint: str, tmp_path: Path
+):
+    for name in ("silent", "busy"):
+        put_into_cache(tmp_path, name)
+    read = "    print(read_config(f'owner/{name}'), time.monotonic() - began < 5)\n"
+    code = "from finetune.planner.model_config import read_config\n"
+    code += f"for name in ('good', 'busy', 'silent'):\n    began = time.monotonic()\n{read}"
+    assert said(endpoint, tmp_path, code) == ["{} True"] * 3

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from full_trace import full_trace
 
-from finetune.trace.dry_run import dry_run
 from finetune.trace.probe import probe
 from finetune.trace.setting import Setting
 from finetune.training import loss, step
@@ -30,7 +30,7 @@ def test_another_loss_is_another_loss_everywhere(
 ):
     config = json.loads((model_folder / "config.json").read_text())
     expected = run(model_folder, conversations, held_out, tmp_path / "before")
-    peak = dry_run(str(model_folder), SETTING).peak.bytes
+    peak = full_trace(config, SETTING).peak.bytes
     original, seen = loss.token_loss_sum, []
 
     def doubled(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -43,9 +43,9 @@ def test_another_loss_is_another_loss_everywhere(
     assert found[0]["grad_norm"] == pytest.approx(2 * expected[0]["grad_norm"], rel=1e-5)
     assert found[1]["eval_loss"] == pytest.approx(2 * expected[1]["eval_loss"], rel=0.05)  # of other weights
     assert seen[0] == max(seen)  # the memory check, with the heaviest micro-batch
-    assert dry_run(str(model_folder), SETTING).peak.bytes > peak + 64 * 512 * 8
+    assert full_trace(config, SETTING).peak.bytes > peak + 64 * 512 * 8
     seen.clear()
-    probe(config, [SETTING])
+    probe(config, SETTING)
     assert seen == [64] * 3
 
 
@@ -63,7 +63,7 @@ def test_another_backward_pass_is_another_one_everywhere(
     monkeypatch.setattr(step, "scaled", forgetful)
     found = run(model_folder, conversations, held_out, tmp_path / "after")
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"] / 8, rel=1e-5)
-    for traced in (lambda: dry_run(str(model_folder), SETTING), lambda: probe(config, [SETTING])):
+    for traced in (lambda: full_trace(config, SETTING), lambda: probe(config, SETTING)):
         factors.clear()
         traced()
         assert len(factors) >= 2

@@ -1,14 +1,13 @@
 """What is recommended fits, and nothing that fits is much faster; of what does not fit, the nearest is named."""
 
-import json
-import math
 import re
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_models import arithmetic
 
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES, Cell, refusal
@@ -19,21 +18,17 @@ from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, why_not
 from finetune.planner.choose import plan
 from finetune.planner.judged_rows import Need, Row, judged, verdict
 from finetune.planner.launch_command import in_lines, launch_command
-from finetune.planner.nearest import nearest_that_fits
-from finetune.planner.peak_memory import StepMemory, needed_bytes, step_memory
+from finetune.planner.memory import PARTS, StepMemory, needed_bytes
+from finetune.planner.model import traced_setting
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import METHODS, Question
-from finetune.planner.shape import shape_of
-from finetune.planner.speed import step_time
-from finetune.planner.tape import KINDS
 from finetune.trace.placement import placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 from recipes.sft import Config
 
 GIB = 2**30
-CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
-LLAMA_8B = shape_of(CONFIGS["llama-3.1-8b"]["config"])
-SMALL = shape_of(CONFIGS["smollm2-135m"]["config"])
+LLAMA_8B = arithmetic("llama-3.1-8b")
+SMALL = arithmetic("smollm2-135m")
 
 
 def question(gpus: str = "8xH100", batch: int = 64, **others: object) -> Question:
@@ -47,12 +42,44 @@ def row_of(asked: Question, setting: Setting, size: float) -> Row:
     """A row that needs so many bytes of a GPU, and is as fast as it is."""
     return Row(
         setting=setting,
-        memory=StepMemory(dict.fromkeys(KINDS, 0) | {"activations": int(size)}, {}, ()),
+        memory=StepMemory(dict.fromkeys(PARTS, 0) | {"activations": int(size)}, {}, ()),
         gpu=Need("GPU memory", int(size), int(asked.machines.gpu.memory_gib * GIB)),
         host=Need("host memory", GIB, asked.host_bytes),
         disk=Need("disk", GIB, asked.disk_bytes),
-        time=step_time(asked.shape, setting, asked.machines, mean_document_tokens=asked.mean_document_tokens),
+        time=asked.model.time(setting, asked.machines, mean_document_tokens=asked.mean_document_tokens),
     )
+
+
+def grows(smaller: Setting, larger: Setting) -> bool:
+    """Whether the arithmetic model needs no less for the second."""
+    first, second = (LLAMA_8B.memory(each, mean_document_tokens=512).peak for each in (smaller, larger))
+    return first <= second
+
+
+STRATEGIES_AND_METHODS = [
+    Setting(strategy, 8, adapter=method.adapter, bits=method.bits, row_tokens=512, activation_checkpointing=recomputes)
+    for strategy, method, recomputes in product(STRATEGIES[1:], METHODS.values(), (False, True))
+]
+
+
+@pytest.mark.parametrize("changed", ["rows", "tokens", "processes", "bits", "checkpointing", "weights"])
+def test_models_of_these_tests_grow_as_real_ones_do(changed: str):
+    """What is asked of the planner below has no answer otherwise."""
+    for each in STRATEGIES_AND_METHODS:
+        smaller, larger = {
+            "rows": (each, replace(each, micro_batch_size=2)),
+            "tokens": (each, replace(each, row_tokens=1024)),
+            "processes": (replace(each, world_size=16), each),
+            "bits": (replace(each, bits=4), replace(each, bits=8)) if each.bits else (each, each),
+            "checkpointing": (
+                replace(each, activation_checkpointing=True),
+                replace(each, activation_checkpointing=False),
+            ),
+            "weights": (replace(each, weights="bf16"), each),
+        }[changed]
+        assert grows(smaller, larger), each
+    every = {LLAMA_8B.memory(each, mean_document_tokens=512).peak for each in STRATEGIES_AND_METHODS}
+    assert len(every) > len(STRATEGIES_AND_METHODS) / 2
 
 
 @pytest.mark.parametrize(
@@ -77,7 +104,7 @@ def test_what_a_gpu_needs_beside_its_allocator_counts():
     """A card that holds the peak and no more must not be called large enough."""
     asked = question("1xH100", batch=1, methods=(METHODS["full"],))
     setting = asked.setting("single", METHODS["full"], False, 1)
-    peak = step_memory(SMALL, setting).peak
+    peak = SMALL.memory(setting, mean_document_tokens=2048).peak
     card = replace(asked.machines.gpu, memory_gib=1.01 * peak / GIB)
     too_small = replace(asked, machines=replace(asked.machines, gpu=card))
     row = judged(too_small, setting)
@@ -108,6 +135,7 @@ def memories(draw: st.DrawFn) -> dict[tuple[str, str, int | None, bool], tuple[f
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(memory=memories(), gpus=st.sampled_from(["1xH100", "4xH100", "2x8xA100"]), batch=st.sampled_from([16, 48, 96]))
 def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth(memory, gpus: str, batch: int):
@@ -137,7 +165,7 @@ def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth
 
 
 def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloaded_one_is_named():
-    asked = question("1x24GB", batch=16, shape=LLAMA_8B)
+    asked = question("1x24GB", batch=16, model=LLAMA_8B)
     answer = plan(asked)
     assert answer.recommendation is not None
     best, reason = answer.recommendation.row, answer.recommendation.reason
@@ -150,6 +178,22 @@ def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloade
     assert re.search(r"is the fastest of (\d+) options that fit on the GPU\.", reason)[1] == str(len(counted))
     assert f"with {fastest.host.bytes / GIB:,.0f} GiB of host memory per machine" in reason
     assert f"{fastest.name} is predicted to reach {fastest.time.tokens_per_second / speed:.0%} of that speed" in reason
+
+
+def test_all_rows_of_an_answer_are_traced_together_and_what_recomputes_only_where_it_could_win():
+    """A small model keeps all its activations: nothing that recomputes them is traced, and nothing twice."""
+    asked = question(model=arithmetic("smollm2-135m"))
+    rows, _ = candidates(asked)
+    [together] = asked.model.tracer.rounds
+    traced = {traced_setting(row.setting) for row in rows}
+    assert {(each.strategy, each.adapter, each.bits) for each in together} == {
+        (each.strategy, each.adapter, each.bits) for each in traced
+    }
+    assert not any(each.activation_checkpointing for each in together)
+    large = question(model=arithmetic("llama-3.1-8b"), batch=256)
+    candidates(large)
+    assert len(large.model.tracer.rounds) == 2
+    assert all(each.activation_checkpointing for each in large.model.tracer.rounds[1])
 
 
 @pytest.mark.parametrize("forgets", ["bisection", "verdict"])
@@ -188,13 +232,12 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
             assert ((strategy, method) in found) == (is_possible and not is_pointless)
 
 
-@pytest.mark.slow
-def test_a_row_of_the_answer_is_what_the_formulas_say_of_its_setting():
-    asked = replace(question(), shape=LLAMA_8B)
+def test_a_row_of_the_answer_is_what_the_model_says_of_its_setting():
+    asked = question(model=LLAMA_8B)
     answer = plan(asked)
     assert len(answer.rows) > 20
     for row in answer.rows:
-        assert row.memory == step_memory(LLAMA_8B, row.setting)
+        assert row.memory == LLAMA_8B.memory(row.setting, mean_document_tokens=2048)
         assert row.setting.micro_batch_size * row.setting.accumulation * 8 == 64
 
 
@@ -206,7 +249,8 @@ def test_what_is_given_stays_as_it_is():
 
 
 def test_quantised_weights_of_a_published_model_are_not_trained():
-    asked = question(shape=replace(SMALL, published_bits=4))
+    published = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    asked = question(model=arithmetic("smollm2-135m", quantization_config=published))
     answer = plan(asked)
     assert {row.method for row in answer.rows} == {METHODS["qlora"]}
     assert "published in 4 bits" in next(each.why for each in answer.impossible if each.method == METHODS["full"])
@@ -228,7 +272,6 @@ def test_impossible_combinations_are_told_why(fields: dict[str, str], sentence: 
         plan(asked)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1xH100", "8xH100", "2x8xH100", "4xT4"])
 def test_command_starts_the_run_that_was_planned(gpus: str):
     machines = parse_gpus(gpus)
@@ -254,104 +297,3 @@ def test_command_starts_the_run_that_was_planned(gpus: str):
         assert config.quantization.bits == (row.setting.bits or "none")
         assert (config.train.weights, config.train.optimizer) == (row.setting.weights, row.setting.optimizer)
         assert config.train.global_batch_size == 64
-
-
-CHANGES = {
-    "train.micro_batch_size": lambda setting: setting.micro_batch_size == 1,
-    "train.activation_checkpointing": lambda setting: setting.activation_checkpointing,
-    "train.optimizer": lambda setting: setting.optimizer == "adamw_8bit",
-    "train.weights": lambda setting: setting.weights == "bf16",
-    "strategy": lambda setting: setting.strategy != "ddp",
-    "adapter.type": lambda setting: setting.adapter == "lora",
-    "quantization.bits": lambda setting: setting.bits == 4,
-    "data.max_length": lambda setting: setting.row_tokens <= 512,
-}
-
-
-@settings(max_examples=40, deadline=None)
-@given(needed=st.sets(st.sampled_from(sorted(CHANGES))))
-def test_nearest_that_fits_changes_what_is_needed_and_nothing_else(needed: set[str]):
-    """Where exactly some changes make a run fit, these are proposed."""
-    needed |= {"adapter.type"} if "quantization.bits" in needed else set()
-    start = Setting("ddp", 4, row_tokens=2048, micro_batch_size=2, accumulation=2)
-
-    def judge(asked: Question, setting: Setting) -> Row:
-        return row_of(asked, setting, 10 * GIB if all(CHANGES[key](setting) for key in needed) else 100 * GIB)
-
-    found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
-    assert found is not None
-    assert set(found.changes) | ({"strategy"} if found.strategy else set()) == needed
-    assert found.row.setting.micro_batch_size * found.row.setting.accumulation == 4
-    if "data.max_length" in needed:
-        assert found.changes["data.max_length"] == "512"
-    assert all(f"{key} to {value}" in found.text for key, value in found.changes.items())
-
-
-def test_a_milder_change_is_proposed_before_a_harsher_one():
-    start = Setting("ddp", 4, row_tokens=2048, micro_batch_size=4, accumulation=1)
-
-    def judge(asked: Question, setting: Setting) -> Row:
-        enough = setting.micro_batch_size <= 2 or setting.adapter == "lora" or setting.row_tokens < 2048
-        return row_of(asked, setting, GIB if enough else 100 * GIB)
-
-    found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
-    assert found is not None
-    assert (found.changes, found.strategy) == ({"train.micro_batch_size": "2"}, None)
-
-
-def test_harsher_changes_are_made_only_where_all_milder_ones_are_not_enough():
-    """The order of the changes: each alone is enough, and the mildest that is left is taken."""
-    start = Setting("ddp", 4, row_tokens=2048, micro_batch_size=2, accumulation=2)
-    mildest_first = [
-        "train.micro_batch_size",
-        "train.activation_checkpointing",
-        "strategy",
-        "train.optimizer",
-        "train.weights",
-        "adapter.type",
-    ]
-    for number, mildest in enumerate(mildest_first):
-        enough = mildest_first[number:]
-
-        def judge(asked: Question, setting: Setting, enough: list[str] = enough) -> Row:
-            return row_of(asked, setting, 10 * GIB if any(CHANGES[key](setting) for key in enough) else 100 * GIB)
-
-        found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
-        assert found is not None
-        assert [*found.changes, *(["strategy"] if found.strategy else [])] == [mildest]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3_offload", "zero3_nvme"])
-def test_nearest_to_what_needs_too_much_host_memory_stays_on_the_gpus(strategy: str, precision: str):
-    start = Setting(strategy, 8, row_tokens=2048, micro_batch_size=2, precision=precision)
-    found = nearest_that_fits(LLAMA_8B, start, parse_gpus("8xH100"), host_bytes=40 * GIB)
-    assert found is not None
-    assert not found.row.offloads
-    assert found.strategy not in (None, "hsdp")
-    assert found.row.setting.weights == "fp32_master"
-
-
-def test_nearest_says_what_bf16_weights_give_up():
-    found = nearest_that_fits(LLAMA_8B, Setting(row_tokens=2048), parse_gpus("1xH100"))
-    assert found is not None
-    assert found.changes["train.weights"] == "bf16"
-    assert any("no fp32 master copy" in sentence for sentence in found.given_up)
-
-
-def test_nearest_that_fits_is_none_where_nothing_does():
-    def judge(asked: Question, setting: Setting) -> Row:
-        return row_of(asked, setting, 1000 * GIB)
-
-    assert nearest_that_fits(SMALL, Setting(row_tokens=2048), parse_gpus("1xH100"), judge=judge) is None
-
-
-def test_nearest_of_an_8b_model_fits_by_the_formulas():
-    start = Setting("ddp", 8, row_tokens=4096, micro_batch_size=4, accumulation=2)
-    machines = parse_gpus("8xH100")
-    found = nearest_that_fits(LLAMA_8B, start, machines)
-    assert found is not None
-    assert needed_bytes(step_memory(LLAMA_8B, found.row.setting), found.row.setting) <= 0.9 * 79.1 * GIB
-    assert found.row.setting.adapter == "none"  # sharding suffices
-    assert math.isclose(found.row.gpu.there or 0, 79.1 * GIB, abs_tol=1)
-    assert asdict(found.row.setting)["world_size"] == 8

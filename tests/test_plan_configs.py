@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from plan_models import config_named
 
 from finetune.cli import commands
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 COMMAND = re.compile(r"^# It fits by `finetune (plan [^`]+)`,$", re.M)
 NAMING = {
     str(path.relative_to(ROOT)): found[1]
@@ -30,16 +30,20 @@ def test_every_configuration_for_a_gpu_names_one():
     assert {str(path.relative_to(ROOT)) for path in for_a_gpu} == set(NAMING)
 
 
+def verdicts(path: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Of the rows that answer the command in a configuration's first lines."""
+    words = shlex.split(NAMING[path])
+    assert words[words.index("--config") + 1] == path
+    model = yaml.safe_load(Path(path).read_text())["model"]["path"]
+    published = config_named(model.split("/")[1].lower().replace("-instruct", ""))
+    (folder / "config.json").write_text(json.dumps(published))
+    assert commands.main([*words, "--model", str(folder), "--json"]) == 0
+    return [row["verdict"] for row in json.loads(capsys.readouterr().out)["rows"]]
+
+
 @pytest.mark.parametrize("path", NAMING)
 def test_configuration_fits_the_gpus_that_it_names(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(NAMING[path])
-    assert words[words.index("--config") + 1] == path
-    model = yaml.safe_load(Path(path).read_text())["model"]["path"]
-    published = CONFIGS[model.split("/")[1].lower().replace("-instruct", "")]["config"]
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    assert commands.main([*words, "--model", str(tmp_path), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in answer["rows"]] == ["fits"]
+    assert verdicts(path, tmp_path, capsys) == ["fits"]

@@ -10,25 +10,17 @@ from unittest import mock
 import pytest
 import scenarios
 import yaml
+from plan_models import ArithmeticTracer, arithmetic
 
 from finetune import distributed, planner
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines, parse_gpus
 from finetune.models import loading
 from finetune.planner import RunPlan, Setting, plan_run
+from finetune.run import sizes
 from recipes import sft
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_8B = arithmetic("llama-3.1-8b")
 
 
 def planned(gpus: str | None, setting: Setting, **given: Any) -> RunPlan:
@@ -49,9 +41,9 @@ def test_activations_are_kept_where_they_fit_and_recomputed_where_not(gpus: str,
 
 
 def test_micro_batch_that_is_left_open_fits_and_divides_the_global_batch():
-    sizes = [planned(gpus, LORA, micro_batch_size=None).setting for gpus in ("1x32GB", "1xH200")]
-    assert all(setting.micro_batch_size * setting.accumulation == 16 for setting in sizes)
-    assert sizes[0].micro_batch_size <= sizes[1].micro_batch_size
+    small, large = (planned(gpus, LORA, micro_batch_size=None).setting for gpus in ("1x32GB", "1xH200"))
+    assert all(setting.micro_batch_size * setting.accumulation == 16 for setting in (small, large))
+    assert small.micro_batch_size <= large.micro_batch_size
 
 
 def test_what_is_given_stays_as_it_is_even_where_it_does_not_fit():
@@ -107,27 +99,9 @@ def test_predicted_stands_beside_measured():
     assert plan.compare(peak_memory_gib=None, tokens_per_second=None) == []
 
 
-@pytest.mark.parametrize(
-    ("changed", "setting", "sentence"),
-    [
-        ({"model_type": "mamba"}, LORA, "model_type is 'mamba'"),
-        ({}, replace(LORA, strategy="zero2_offload"), "The planner does not support zero2_offload"),
-        ({}, replace(LORA, modules_to_save=("mlp",)), "adapter.modules_to_save"),
-        ({}, replace(LORA, targets=("lm_head", "q_proj")), "adapter.targets"),
-    ],
-)
-def test_what_the_formulas_do_not_cover_is_told(changed: dict[str, Any], setting: Setting, sentence: str):
-    with pytest.raises(InputError, match=sentence):
-        plan_run(
-            LLAMA_8B | changed,
-            setting,
-            machines=parse_gpus("1xH100"),
-            global_batch_size=16,
-            mean_row_tokens=4096,
-            mean_document_tokens=800,
-            micro_batch_size=1,
-            activation_checkpointing=None,
-        )
+def test_strategy_that_the_planner_does_not_know_is_told():
+    with pytest.raises(InputError, match="The planner does not support zero2_offload, only single, ddp"):
+        planned("1xH100", replace(LORA, strategy="zero2_offload"))
 
 
 def test_what_is_assumed_beside_the_peak_refuses_no_run():
@@ -158,6 +132,7 @@ def test_run_that_cannot_fit_is_refused_before_weights_load_and_starts_without_t
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.setattr(distributed, "machines_of", lambda strategy: tiny_gpu(0.01))
+    monkeypatch.setattr(sizes, "Tracer", ArithmeticTracer)
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1)
     with mock.patch.object(loading, "load_model") as load, pytest.raises(InputError, match="This run would need"):
         sft.main(config)
@@ -169,6 +144,7 @@ def test_run_that_cannot_fit_is_refused_before_weights_load_and_starts_without_t
     assert "does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_records_its_plan_its_choices_and_what_was_measured(
     model_folder: Path, conversations: Path, tmp_path: Path, capsys: Any
 ):
@@ -197,8 +173,9 @@ def test_unknown_model_trains_without_a_plan_and_cannot_leave_its_micro_batch_op
 
 @pytest.mark.slow
 def test_longest_row_that_is_trained_counts_and_not_what_a_row_could_hold(
-    model_folder: Path, conversations: Path, tmp_path: Path
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(sizes, "Tracer", ArithmeticTracer)
     seen = []
 
     def plan(config: Any, setting: Setting, **given: Any) -> RunPlan:

@@ -1,15 +1,14 @@
 """What a practitioner would take: the simplest of the fastest, on the GPUs, and told what it gives up and needs."""
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_models import arithmetic
 from test_plan_choose import question, row_of
 
 from finetune.config.compatibility import STRATEGIES
@@ -19,24 +18,21 @@ from finetune.planner.choose import plan, why_nothing_fits
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.largest_term import STATE, TERMS, levers, sentence
 from finetune.planner.launch_command import in_lines
-from finetune.planner.peak_memory import step_memory
 from finetune.planner.preference import SIMPLEST_FIRST, in_order
 from finetune.planner.question import METHODS, Question
-from finetune.planner.shape import shape_of
 from finetune.planner.speed import Parts, StepTime
 from finetune.trace.setting import Setting
 
 GIB = 2**30
-CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
-LLAMA_8B = shape_of(CONFIGS["llama-3.1-8b"]["config"])
-LLAMA_70B = shape_of(CONFIGS["llama-3.1-70b"]["config"])
+LLAMA_8B = arithmetic("llama-3.1-8b")
+LLAMA_70B = arithmetic("llama-3.1-70b")
 
 
 def row_at(strategy: str, tokens_per_second: float, gpus: str = "2x4xH100", **fields: object) -> Row:
     """A row that fits, of a speed that is given."""
     asked = question(gpus)
     setting = replace(asked.base, strategy=strategy, **fields)  # type: ignore[arg-type]
-    time = StepTime(Parts(1.0, 0, 0, 0, 0, 0, 0, 0, 0), int(tokens_per_second), 1.0, 1.0, (), None)
+    time = StepTime(Parts(1.0, 0, 0, 0, 0, 0, 0), int(tokens_per_second), 1.0, 1.0, (), None)
     return replace(row_of(asked, setting, GIB), time=time)
 
 
@@ -80,13 +76,15 @@ def test_16_bits_come_before_4_where_speeds_are_equal_and_what_is_trained_is_dec
 def test_setting_without_checkpointing_and_with_a_small_micro_batch_is_taken_where_speeds_are_equal(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    speeds = {(False, 1): 990.0, (True, 8): 1000.0}
+    """Where a larger micro-batch would be faster without checkpointing, and does not fit."""
+    speeds = {(False, 1): 990.0, (True, 8): 1000.0, (False, 8): 1100.0}
 
     def speed(asked: Question, setting: Setting) -> float:
         return speeds.get((setting.activation_checkpointing, setting.micro_batch_size), 900.0)
 
     def judge(asked: Question, setting: Setting) -> Row:
-        return row_of(asked, setting, GIB)
+        is_too_large = setting.micro_batch_size == 8 and not setting.activation_checkpointing
+        return row_of(asked, setting, 100 * GIB if is_too_large else GIB)
 
     monkeypatch.setattr(module_of_candidates, "_tokens_per_second", speed)
     for slow, chosen in ((990.0, (False, 1)), (989.0, (True, 8))):
@@ -139,8 +137,8 @@ def test_bf16_weights_and_8_bit_state_are_tried_before_offload_the_mildest_first
 
 
 def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
-    """Which offloads at a quarter of the speed, and needs more host memory than most machines have."""
-    asked = question(shape=LLAMA_70B, batch=16, methods=(METHODS["full"],))
+    """Which offloads at a third of the speed, and needs more host memory than most machines have."""
+    asked = question(model=LLAMA_70B, batch=16, methods=(METHODS["full"],))
     answer = plan(asked)
     assert answer.recommendation is not None
     best, reason = answer.recommendation.row, answer.recommendation.reason
@@ -149,7 +147,7 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
     assert "--train.weights bf16" in command
     assert "--train.optimizer adamw_8bit" in command
     offloaded = next(row for row in answer.rows if row.offloads and row.verdict == "fits")
-    assert best.time.tokens_per_second > 3 * offloaded.time.tokens_per_second
+    assert best.time.tokens_per_second > 2 * offloaded.time.tokens_per_second
     assert f"{offloaded.setting.strategy} reaches" in reason
     assert f"{offloaded.host.bytes / GIB:,.0f} GiB of host memory per machine" in reason
 
@@ -157,7 +155,7 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
 @pytest.mark.parametrize("there", [None, 4000 * GIB])
 @pytest.mark.parametrize("strategies", [STRATEGIES, ("fsdp2_offload",), ("zero3_nvme",)])
 def test_host_memory_of_what_offloads_is_told(there: int | None, strategies: tuple[str, ...]):
-    asked = question(shape=LLAMA_70B, batch=16, methods=(METHODS["full"],), strategies=strategies, host_bytes=there)
+    asked = question(model=LLAMA_70B, batch=16, methods=(METHODS["full"],), strategies=strategies, host_bytes=there)
     asked = replace(asked, chosen=frozenset({"weights", "optimizer"}))
     recommendation = plan(asked).recommendation
     assert recommendation is not None
@@ -187,7 +185,7 @@ LARGEST = [
 
 @pytest.mark.parametrize(("setting", "term", "named"), LARGEST)
 def test_largest_term_is_named_with_what_would_shrink_it(setting: Setting, term: str, named: str):
-    asked = question(f"{setting.world_size}xH100", shape=LLAMA_8B, base=setting, mean_document_tokens=256)
+    asked = question(f"{setting.world_size}xH100", model=LLAMA_8B, base=setting, mean_document_tokens=256)
     row = judged(asked, setting)
     size = sum(row.memory.parts[part] for part in TERMS[term])
     assert size == max(sum(row.memory.parts[part] for part in parts) for parts in TERMS.values())
@@ -196,11 +194,12 @@ def test_largest_term_is_named_with_what_would_shrink_it(setting: Setting, term:
     found = levers(asked, setting, term)
     assert [words for words, _ in found] == re.split(", | or ", named)
     for words, changed in found:
-        assert step_memory(LLAMA_8B, changed).peak < row.memory.peak, words
+        smaller = LLAMA_8B.memory(changed, mean_document_tokens=min(256, changed.row_tokens))
+        assert smaller.peak < row.memory.peak, words
 
 
 def test_where_nothing_fits_the_largest_term_of_the_nearest_miss_is_named():
-    asked = question("1x24GB", batch=1, shape=LLAMA_8B, strategies=("single",), methods=(METHODS["full"],))
+    asked = question("1x24GB", batch=1, model=LLAMA_8B, strategies=("single",), methods=(METHODS["full"],))
     sentences = why_nothing_fits(plan(asked))
     assert "The nearest option that fits is LoRA under single" in sentences[0] or "QLoRA under single" in sentences[0]
     assert re.search("largest part of the peak of full fine-tuning under single .* would shrink them", sentences[-1])

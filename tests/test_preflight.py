@@ -15,11 +15,10 @@ import yaml
 from finetune.cli import commands
 from finetune.errors import InputError
 from finetune.models import loading
-from finetune.planner.matrices import adapted_linears
-from finetune.planner.shape import shape_of
 from finetune.run import session
 from finetune.run.sizes import Sizes
 from finetune.trace.setting import Setting
+from finetune.trace.tracer import Tracer
 from recipes import sft
 
 
@@ -72,6 +71,7 @@ def test_what_the_run_refuses_of_its_data_so_does_finetune_data(
     assert said.splitlines()[0] in (json.loads(shown.out)["refusal"] if shown.out else shown.err)
 
 
+@pytest.mark.slow
 def test_rows_that_are_shorter_than_max_length_are_refused_by_nobody_for_it(
     short_model: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -150,8 +150,13 @@ def test_run_yaml_states_the_activation_checkpointing_that_ran_on_unlike_gpus(
     assert run["config"]["train"]["activation_checkpointing"] == "full"
 
 
-def test_layers_that_are_trained_whole_have_no_adapter_beside_them(model_folder: Path):
-    shape = shape_of(json.loads((model_folder / "config.json").read_text()))
-    setting = Setting(adapter="lora", modules_to_save=("down_proj",))
-    names = {linear.name for linear in adapted_linears(shape, setting)}
-    assert names == {linear.name for linear in shape.linears} - {"down_proj"}
+@pytest.mark.slow
+def test_layers_that_are_trained_whole_have_no_adapter_beside_them(model_folder: Path, tmp_path: Path):
+    config = json.loads((model_folder / "config.json").read_text())
+    setting = Setting(adapter="lora", rank=3, modules_to_save=("down_proj",), row_tokens=16)
+    with Tracer(config, row_tokens=16, folder=tmp_path) as tracer:
+        trained = tracer.step(setting).trained()
+    layers, hidden, intermediate = (config[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    assert trained[hidden, intermediate] == layers
+    assert trained[3, hidden] == layers * 6  # every other linear layer reads hidden states
+    assert (3, intermediate) not in trained

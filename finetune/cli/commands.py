@@ -140,11 +140,13 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument(
         "--gpus",
         metavar="GPUS",
-        help="for example 1x4090, 8x80GB, or 2x8xH100 for two machines; default: the GPUs of this machine",
+        help="for example 1x4090, H100x8, 8x80GB, or 2x8xH100 for two machines; default: the GPUs of this machine",
     )
     plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens per row, like data.max_length")
     plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows per step, like train.global_batch_size")
-    plan.add_argument("--document-tokens", metavar="N", type=float, help="mean length of the documents in packed rows")
+    plan.add_argument(
+        "--document-tokens", metavar="N", type=float, help="length of the documents in packed rows, taken to be equal"
+    )
     plan.add_argument("--tokens", metavar="N", type=float, help="tokens per epoch, to estimate its time")
     plan.add_argument(
         "--method",
@@ -160,15 +162,7 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument("--all", action="store_true", help="also show what does not fit")
     plan.add_argument("--json", action="store_true", help="print every figure as JSON")
     plan.add_argument("--plot", metavar="FILE", type=Path, help="plot the memory over one step to FILE.png or FILE.svg")
-    plan.add_argument(
-        "--trace",
-        metavar="RANK",
-        type=int,
-        nargs="?",
-        const=0,
-        help="also run the step on fake tensors, which takes up to a minute, as process RANK (default 0)",
-    )
-    plan.add_argument("--probe", action="store_true", help="calibrate with two real steps on this machine's GPU")
+    plan.add_argument("--probe", action="store_true", help="also measure the first option by real steps on this GPU")
     plan.set_defaults(run=_plan)
 
 
@@ -269,7 +263,6 @@ def _plan(options: argparse.Namespace) -> int:
             as_json=options.json,
             all_rows=options.all,
             plot=options.plot,
-            traced_rank=options.trace,
             probes=options.probe,
         ),
     )

@@ -57,14 +57,3 @@ def restore_linear() -> None:
     torch.nn.functional.linear = getattr(
         InsertPostInitMethodToModuleSubClasses, "linear_bk", torch.nn.functional.linear
     )
-
-
-def fake_tensor_changes() -> list[tuple[Any, str, Any]]:
-    """What stage 3 needs in a trace: it has all processes compare the order in which they gather, and there are no
-    others to disagree. Goes when DeepSpeed compares in debugging only."""
-    import deepspeed.runtime.zero.partition_parameters as partitions
-    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
-    import deepspeed.runtime.zero.stage3 as stage
-
-    name = "assert_ints_same_as_other_ranks"
-    return [(module, name, lambda numbers: None) for module in (partitions, coordinator, stage)]

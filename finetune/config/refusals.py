@@ -82,6 +82,20 @@ def position_problems(longest: int, positions: int | None) -> list[str]:
     ]
 
 
+def packing_problems(capability: tuple[int, int] | None) -> list[str]:
+    """Why documents cannot be packed on a card.
+
+    Args:
+        capability: its compute capability, (8, 0) for Ampere; None where there is no GPU, or where it is not known.
+    """
+    if capability is None or capability >= (8, 0):
+        return []
+    return [
+        f"This GPU has compute capability {'.'.join(map(str, capability))}, and attention to packed documents "
+        "needs 8.0 (Ampere) or newer; set data.packing to false."
+    ]
+
+
 def planner_problems(attention: str) -> list[str]:
     """Attention that the planner does not count.
 

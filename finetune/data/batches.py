@@ -104,8 +104,17 @@ class Batches:
 
     @property
     def mean_document_tokens(self) -> float:
-        """Tokens of a document; a token attends to half of them."""
+        """Tokens of a document."""
         return float(self.rows.lengths.mean())
+
+    @property
+    def attended_tokens(self) -> float:
+        """Tokens of the document of a token, on average over tokens: E[l^2] / E[l]. A token attends to half of them.
+
+        Of documents of 100 and 900 tokens it is 820, where their mean is 500.
+        """
+        lengths = self.rows.lengths.astype(float)
+        return float((lengths**2).sum() / lengths.sum())
 
     def newly_rejected(self) -> Iterator[str]:
         """Unused records as lines of JSON, each returned once."""

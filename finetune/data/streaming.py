@@ -77,6 +77,12 @@ class Stream:
         """Of the first window."""
         return sum(len(row.tokens) for row in self.first_window) / len(self.first_window)
 
+    @property
+    def attended_tokens(self) -> float:
+        """Tokens of the document of a token, on average over the tokens of the first window: E[l^2] / E[l]."""
+        lengths = [len(row.tokens) for row in self.first_window]
+        return sum(length**2 for length in lengths) / sum(lengths)
+
     def describe(self) -> list[str]:
         """Lines for the run's output."""
         names = ", ".join(entry.path for entry in self.entries)

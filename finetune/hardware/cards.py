@@ -1,7 +1,8 @@
 """GPUs by name, machines with several of them, and their interconnects, from ``cards.yaml``.
 
 ``parse_gpus("2x8xH100")`` is for what a user writes, ``lookup`` for what a driver reports, ``peak_flops`` for the MFU.
-Limits: NVIDIA only; all machines are identical; links are the usual ones for that card.
+Limits: recipes are for NVIDIA's cards, so that one of AMD can be planned for and no more (``caveat``); all machines are
+identical; links are the usual ones for that card.
 """
 
 import difflib
@@ -18,9 +19,18 @@ from finetune.units import GIB
 
 MOST_GPUS_OF_A_MACHINE = 16
 _COUNTED = re.compile(r"(?:(?P<first>[0-9]{1,6})\s*x\s*)?(?:(?P<second>[0-9]{1,6})\s*x\s*)?(?P<card>.*)", re.I | re.S)
+_COUNTED_LAST = re.compile(r"(?P<card>.*\S)\s*x\s*(?P<gpus>[0-9]{1,6})", re.I | re.S)
 _SIZE = re.compile(r"(?P<size>[0-9]{1,6}(?:\.[0-9]{1,3})?)\s*(?P<unit>GB|GiB)", re.I)
-_TELLS_NOTHING = re.compile(r"nvidia|geforce|tesla|rtx|generation|sxm(?:[2-6](?!\d))?|hbm\de?|[\s_-]", re.I)
+_MEMORY = re.compile(r"(?<![a-z0-9])([0-9]{1,6})\s?GB?(?![a-z0-9])", re.I)
+"""As a word of a card's name: GH200 144G HBM3e."""
+_TELLS_NOTHING = re.compile(
+    r"nvidia|amd|geforce|tesla|instinct|rtx|blackwell|workstation|edition|generation|sxm(?:[2-6](?!\d))?|hbm\de?|[\s_-]",
+    re.I,
+)
 """Of a card's name: its vendor and product line, and the socket and memory of the cards in cards.yaml."""
+_HOPPER = (9, 0)
+_AMPERE = (8, 0)
+"""The compute capability of the first tensor cores that multiply in bf16, and of the first with flash attention."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,28 @@ class Gpu:
     network: Link
     """From machine to machine."""
     tflops: float | None = None
-    """bf16 or fp16 tensor cores with fp32 accumulation, dense. None: not known."""
+    """bf16 or fp16 with fp32 accumulation, dense: of the tensor cores, where it has some. None: not known."""
     fp32_tflops: float | None = None
     memory_gb_per_second: float | None = None
-    bf16: bool = True
-    """Whether it multiplies in bf16; if not, it trains in fp16."""
+    compute_capability: tuple[int, int] | None = None
+    """NVIDIA's number for what it can compute, (9, 0) for an H100. None: of another vendor, or not known."""
     gb: int = 0
     """Nominal memory of a known card."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it multiplies in bf16; if not, it trains in fp16. A card that is not known is taken to do so."""
+        return self.compute_capability is None or self.compute_capability >= _AMPERE
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether PyTorch's flash attention runs on it; a card that is not known is taken to have it."""
+        return self.bf16
+
+    @property
+    def has_large_workspaces(self) -> bool:
+        """Whether cuBLAS takes as much as on Hopper and later; also where that is not known."""
+        return self.compute_capability is None or self.compute_capability >= _HOPPER
 
 
 @dataclass(frozen=True)
@@ -105,10 +130,18 @@ def known_gpus() -> tuple[Gpu, ...]:
             node_link=links()[line["node_link"]],
             host_link=links()[line["host_link"]],
             network=links()[line["network"]],
-            bf16=line.get("bf16", True),
+            compute_capability=_capability(line.get("compute")),
         )
         for line in lines
     )
+
+
+def _capability(written: float | None) -> tuple[int, int] | None:
+    """(8, 9) for 8.9."""
+    if written is None:
+        return None
+    major, minor = str(written).split(".")
+    return int(major), int(minor)
 
 
 def _read() -> Any:
@@ -116,23 +149,20 @@ def _read() -> Any:
 
 
 def parse_gpus(text: str) -> Machines:
-    """What ``[MACHINES x] [GPUS x] CARD`` stands for: ``H100``, ``8x80GB``, ``2x8xH100``, ``4x22.5GiB``.
+    """What ``[MACHINES x] [GPUS x] CARD`` or ``CARD x GPUS`` stands for: ``2x8xH100``, ``H100x8``, ``8x80GB``.
 
     A card is a known name in any spelling (4090, rtx-4090, "NVIDIA GeForce RTX 4090"), with its memory if there are
     several (A100-40GB). Or only a memory size: in GB as in a card's name, of which programs get less, or in GiB for
-    what programs get; its speed is then unknown.
+    what programs get (22.5GiB); its speed is then unknown.
 
     Raises:
         InputError: for an unknown card or an impossible number.
     """
-    counted = _COUNTED.fullmatch(text.strip())
-    assert counted is not None  # everything matches
-    numbers = [int(number) for number in (counted["first"], counted["second"]) if number is not None]
-    nodes, gpus = (*([1] * (2 - len(numbers))), *numbers)
     shown = text.strip() or "(empty)"
+    nodes, gpus, written = _counted(text.strip())
     if nodes < 1 or gpus < 1:
         raise InputError(f"--gpus: {shown} means no GPUs; give at least one, for example 1xH100.")
-    card = _card(counted["card"].strip(), shown)
+    card = _card(written, shown)
     if gpus > MOST_GPUS_OF_A_MACHINE:
         raise InputError(
             f"--gpus: {shown} is one machine with {gpus} GPUs, but machines have at most {MOST_GPUS_OF_A_MACHINE}; "
@@ -141,30 +171,65 @@ def parse_gpus(text: str) -> Machines:
     return Machines(card, gpus, nodes)
 
 
+def _counted(text: str) -> tuple[int, int, str]:
+    """Machines, GPUs of each, and what is written for the card.
+
+    A number comes last only after a known card, and only where none comes first that would leave a known one: the x of
+    "RTX 4090" counts nothing, and the 4090 of "4090x2" is no number of GPUs.
+    """
+    counted = _COUNTED.fullmatch(text)
+    assert counted is not None  # everything matches
+    card = counted["card"].strip()
+    counted_last = _COUNTED_LAST.fullmatch(text)
+    if counted_last is not None and not _is_known(card) and _is_known(counted_last["card"]):
+        return 1, int(counted_last["gpus"]), counted_last["card"]
+    numbers = [int(number) for number in (counted["first"], counted["second"]) if number is not None]
+    nodes, gpus = (*([1] * (2 - len(numbers))), *numbers)
+    return nodes, gpus, card
+
+
+def _is_known(written: str) -> bool:
+    return _SIZE.fullmatch(written) is not None or _squeezed(written) in _spellings()
+
+
 def _card(written: str, shown: str) -> Gpu:
     if sized := _SIZE.fullmatch(written):
         if float(sized["size"]) == 0:
             raise InputError(f"--gpus: {shown} has no memory; give the memory of one card, for example 8x80GB.")
         return _of_memory(float(sized["size"]), in_gib=sized["unit"].lower() == "gib")
-    spellings: dict[str, Gpu] = {}
-    for gpu in known_gpus():
-        for name in (gpu.name, _family(gpu), f"{_family(gpu)}{gpu.gb}GB"):
-            spellings.setdefault(_squeezed(name), gpu)
-    wanted = _squeezed(written)
-    if wanted in spellings:
-        return spellings[wanted]
-    of_the_family = [name for name in spellings if re.match(rf"{name}(?!\d)", wanted)]  # A100 PCIe is an A100
-    close = sorted(of_the_family, key=len)[-1:] or difflib.get_close_matches(wanted, spellings, n=1, cutoff=0.7)
-    meant = f" Did you mean {spellings[close[0]].name}?" if close else ""
+    if (name := _squeezed(written)) in _spellings():
+        return _spellings()[name]
+    counted_last = _COUNTED_LAST.fullmatch(shown)
+    nearest = _nearest(written) or (_nearest(counted_last["card"]) if counted_last else None)
+    meant = f" Did you mean {nearest.name}?" if nearest else ""
     known = ", ".join(gpu.name for gpu in known_gpus())
     raise InputError(
         f"--gpus: unknown GPU {shown}.{meant} Known GPUs: {known}. Or give only the memory, for example 8x80GB."
     )
 
 
+@cache
+def _spellings() -> dict[str, Gpu]:
+    """Known cards by squeezed name: with their memory, and the first of each name without."""
+    spellings: dict[str, Gpu] = {}
+    for gpu in known_gpus():
+        for name in (gpu.name, _family(gpu), f"{_family(gpu)} {gpu.gb}GB"):
+            spellings.setdefault(_squeezed(name), gpu)
+    return spellings
+
+
+def _nearest(written: str) -> Gpu | None:
+    """The card that an unknown name may have meant."""
+    wanted = _squeezed(written)
+    of_the_family = [name for name in _spellings() if re.match(rf"{name}(?!\d)", wanted)]  # RTX 4090 D is a 4090
+    close = sorted(of_the_family, key=len)[-1:] or difflib.get_close_matches(wanted, _spellings(), n=1, cutoff=0.7)
+    return _spellings()[close[0]] if close else None
+
+
 def _squeezed(name: str) -> str:
-    """What is left of a name that tells one card from another."""
-    return _TELLS_NOTHING.sub("", name).lower()
+    """What is left of a name that tells one card from another, its memory last: A100 80GB PCIe as a100pcie80gb."""
+    rest = _TELLS_NOTHING.sub("", _MEMORY.sub(" ", name)).lower()
+    return rest + "".join(f"{size}gb" for size in _MEMORY.findall(name))
 
 
 def _family(gpu: Gpu) -> str:
@@ -207,12 +272,12 @@ def lookup(device_name: str, total_bytes: int) -> Gpu:
 
 
 def _cards(device_name: str) -> list[Gpu]:
-    """Cards with the longest known name that a device's name contains as words ("RTX A4000" is no A40)."""
-    if re.search(r"\b(MIG|Laptop)\b", device_name):  # a slice or a slower variant of the card it is named after
-        return []
-    known = [gpu for gpu in known_gpus() if re.search(rf"\b{_family(gpu)}\b", device_name)]
-    longest = max((len(_family(gpu)) for gpu in known), default=0)
-    return [gpu for gpu in known if len(_family(gpu)) == longest]
+    """Known cards of a device's name, whatever their memory.
+
+    A slice of a card (MIG 1g.10gb), its variant for laptops or with another suffix (RTX 4090 D) is none of them.
+    """
+    wanted = _squeezed(_MEMORY.sub(" ", device_name))
+    return [gpu for gpu in known_gpus() if _squeezed(_family(gpu)) == wanted]
 
 
 def peak_flops(gpu_name: str) -> float | None:
@@ -224,5 +289,15 @@ def peak_flops(gpu_name: str) -> float | None:
 def precision_problem(gpu: Gpu, precision: str) -> str | None:
     """Why a card cannot train in a launch's mixed precision, as a sentence; None if it can."""
     if precision == "bf16" and not gpu.bf16:
-        return f"{gpu.name} does not support bf16; launch with --mixed_precision fp16."
+        return f"{gpu.name} does not support bf16; launch with --mixed_precision fp16 (or no)."
+    return None
+
+
+def caveat(gpu: Gpu) -> str | None:
+    """What a plan for a known card of another vendor leaves out, as a sentence; None for all other cards."""
+    if gpu.gb and gpu.compute_capability is None:
+        return (
+            f"{gpu.name} is not an NVIDIA GPU: kernels, libraries and what they take are assumed to be as on NVIDIA's, "
+            "and the recipes have never run on it."
+        )
     return None

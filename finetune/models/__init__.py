@@ -1,6 +1,7 @@
 """Models: files, weights, quantisation, adapters and attention.
 
 ``spec`` (what is known before weights are read), ``loading`` (configuration, tokenizer, weights, answers),
+``end_tokens`` (at which a model stops),
 ``weight_files`` (headers, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,
 ``attention`` and ``packing_support`` (documents of a packed row), ``flops``.
 """

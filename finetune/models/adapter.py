@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
-from finetune.errors import RunStopped
+from finetune.errors import InputError, RunStopped, first_line
 
 PREFIX = "base_model.model."
 """Before each name in a saved adapter: where the model lies in a PeftModel."""
@@ -70,6 +70,9 @@ def attach(
         revision: of the model on the hub.
         dtype: of computation. The adapter's matrices start from values of this dtype and compute in it.
         seed: of the matrices' random values.
+
+    Raises:
+        InputError: if PEFT cannot.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -88,7 +91,13 @@ def attach(
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    inject_adapter_in_model(config, model)
+    try:
+        inject_adapter_in_model(config, model)
+    except (ValueError, TypeError) as error:  # of layers that it knows, but not with one another
+        raise InputError(
+            f"adapter: PEFT cannot attach it ({first_line(error)}); change adapter.targets, adapter.modules_to_save or "
+            "adapter.type."
+        ) from error
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             # PEFT would cast each layer's input to the dtype of the adapter's fp32 masters: a second copy of every

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -104,32 +106,28 @@ def load_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     return config
 
 
-def end_tokens(config: PreTrainedConfig, path: str, *, revision: str | None) -> tuple[int, ...]:
-    """Tokens at which generation stops, by a model's generation_config.json, where it has one, and its config.json.
+def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration that the contents of a config.json describe.
 
     Raises:
-        InputError: if one of them does not name tokens, or the former is not JSON.
+        InputError: if the model type is unknown, or the fields are wrong.
     """
-    name = "generation_config.json"
-    try:
-        file = cached_file(path, name, revision=revision)
-    except OSError:  # there is none, in a folder or on the hub, which has just given config.json
-        file = None
-    found: set[int] = set()
-    try:
-        said = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
-        own = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config()))
-        for tokens in (said, *own):
-            several = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-            if not all(isinstance(token, int) and not isinstance(token, bool) for token in several):
-                raise ValueError(f"the eos_token_id {tokens!r} names no tokens")
-            found.update(several)
-    except (ValueError, AttributeError) as error:  # damaged, or not an object
+    known, kind = dict(fields), fields.get("model_type")
+    known.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise InputError(
-            f"model.path: {name} or config.json of {path} cannot be used ({first_line(error)}); download it again, or "
-            "correct it."
+            f"config.json: model_type is {kind!r}, which is no model that transformers knows (version "
+            f"{transformers.__version__}); use another model, or correct the file."
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **known)
+        sizes = config.get_text_config().to_dict()
+    except Exception as error:  # of any type: libraries compute with what the file says, before they check it
+        raise InputError(
+            f"config.json: it does not describe a valid model ({_last_line(error)}); correct it, or download it again."
         ) from error
-    return tuple(sorted(found))
+    refuse_if_any(_impossible_sizes(sizes))
+    return config
 
 
 def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
 
 from finetune.compat.transformers_private import is_stateful, takes_flash_attention, takes_registered_attention
+from finetune.config.refusals import packing_problems
 from finetune.models.attention import FLASH, PACKED
 
 _ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
@@ -77,11 +78,7 @@ def problems(
             found.append(
                 f"Packed attention computes in bf16 or fp16 on a GPU, not in fp32; set mixed_precision to bf16, {off}."
             )
-        if capability < (8, 0):
-            found.append(
-                f"This GPU has compute capability {'.'.join(map(str, capability))}, and attention to packed documents "
-                "needs 8.0 (Ampere) or newer; set data.packing to false."
-            )
+        found += packing_problems(capability)
     elif attention in FLASH:
         found.append(f"Attention {attention} needs a GPU, but none was found; choose {PACKED}, {off}.")
     if attention == PACKED:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
 from finetune.models import attention, loading, quantization
+from finetune.models.end_tokens import end_tokens_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ModelSpec:
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens at which generation stops, by generation_config.json and config.json."""
-        return loading.end_tokens(self.config, self.section.path, revision=self.section.revision)
+        return end_tokens_of(self.config, self.section.path, revision=self.section.revision)
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:

@@ -1,25 +1,24 @@
 """From the command line to a question: a recipe configuration or a model, machines, and options."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
-from finetune.config.refusals import batch_problems, planner_problems, position_problems
+from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
 from finetune.errors import InputError, refuse_if_any
-from finetune.hardware.cards import Machines, parse_gpus, precision_problem
+from finetune.hardware.cards import Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
-from finetune.planner.families import FAMILIES
 from finetune.planner.machine import free_disk, gpus_here, host_memory_here
+from finetune.planner.model import Model
 from finetune.planner.model_config import read_config
 from finetune.planner.question import METHODS, Method, Question
-from finetune.planner.shape import NESTED, ModelShape, shape_of, trained_parameters
 from finetune.planner.strategy_file import strategy_named
 from finetune.planner.written import Options, all_flags, config_file, given_flags, problems, words_of
 from finetune.trace.setting import Setting
+from finetune.trace.tracer import Tracer
 from finetune.units import GIB
 
 
@@ -53,6 +52,7 @@ class _Read:
             world_size=self.machines.world_size,
             precision=self.precision,
             row_tokens=self.longest_row_tokens,
+            flash=self.machines.gpu.has_flash_attention,
         )
 
     @property
@@ -79,14 +79,18 @@ def _read(arguments: Sequence[str], options: Options) -> _Read:
     cfg = parse(sections.Run, [*arguments, *words_of(given_flags(arguments, options))])
     machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
     precision, notes = _precision(options, machines)
+    notes += tuple(filter(None, [caveat(machines.gpu)]))
     return _Read(cfg, machines, precision, notes, cfg.data.max_length)
 
 
-def asked(arguments: Sequence[str], options: Options) -> Asked:
-    """Read a question.
+def asked(
+    arguments: Sequence[str], options: Options, on_progress: Callable[[int, int], None] = lambda done, of: None
+) -> Asked:
+    """Read a question. Its model's tracer may have a child by then, which ends with ``question.model.tracer``.
 
     Args:
         arguments: ``--config FILE`` and flags of the recipe.
+        on_progress: see ``Tracer``.
 
     Raises:
         InputError: for wrong input, with a sentence per problem.
@@ -94,7 +98,9 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
     """
     read = _read(arguments, options)
     cfg, machines, notes = read.cfg, read.machines, list(read.notes)
-    shape = shape_of(read_config(cfg.model.path, cfg.model.revision))
+    model_config = read_config(cfg.model.path, cfg.model.revision)
+    tracer = Tracer(model_config, row_tokens=cfg.data.max_length, on_progress=on_progress)
+    model = Model(model_config, tracer)
     flags = all_flags(arguments, options)
     batch = cfg.train.global_batch_size
     batch_is_open = "global_batch_size" not in cfg.train.model_fields_set
@@ -102,23 +108,21 @@ def asked(arguments: Sequence[str], options: Options) -> Asked:
         batch = -(-batch // machines.world_size) * machines.world_size
         flags["train.global_batch_size"] = str(batch)
         notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
-    methods = _methods(read, options, shape, is_open=config_file(arguments) is None)
-    refuse_if_any(_contradictions(shape, read, options, batch))
-    for method in methods:
-        trained_parameters(shape, read.setting(method))  # knows what an adapter can be asked for
-    if shape.positions is not None and not cfg.data.packing and cfg.data.max_length > shape.positions:
-        read = replace(read, longest_row_tokens=shape.positions)
+    methods = _methods(read, options, model, is_open=config_file(arguments) is None)
+    refuse_if_any(_contradictions(read, options, batch))
+    positions = model.anatomy.positions
+    refuse_if_any(position_problems(cfg.data.max_length, positions) if cfg.data.streaming else [])
+    if positions is not None and not cfg.data.packing and cfg.data.max_length > positions:
+        read = replace(read, longest_row_tokens=positions)
         notes.append(
-            f"Rows are taken to have {shape.positions:,} tokens, the model's positions: a run would refuse longer ones."
+            f"Rows are taken to have {positions:,} tokens, the model's positions: a run would refuse longer ones."
         )
-    if shape.not_counted:
-        notes.append(f"Not counted: the model's {', '.join(shape.not_counted)}.")
     notes += _on_weights(cfg.model)
     here = options.gpus is None
     host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
     disk = options.disk * GIB if options.disk else free_disk(Path(cfg.train.output_dir)) if here else None
     question = Question(
-        shape=shape,
+        model=model,
         machines=machines,
         base=read.setting(read.method),
         global_batch_size=batch,
@@ -148,48 +152,18 @@ def _on_weights(model: sections.Model) -> list[str]:
     return []
 
 
-def setting_alone(arguments: Sequence[str], options: Options) -> tuple[dict[str, Any], Setting] | None:
-    """The contents of a config.json that the formulas do not know, and the one way to train that was asked for.
-
-    None for a model that they know.
-
-    Raises:
-        InputError: see ``asked``; and without a strategy for several GPUs.
-    """
-    read = _read(arguments, options)
-    refuse_if_any(planner_problems(read.cfg.model.attention))
-    model_config = read_config(read.cfg.model.path, read.cfg.model.revision)
-    if model_config.get("model_type") in {*FAMILIES, *NESTED}:
-        return None
-    if options.strategy is None and read.machines.world_size > 1:
-        raise InputError(
-            "There are no formulas for this model, so strategies cannot be compared; choose one with --strategy."
-        )
-    micro_batch_size = read.micro_batch_size or 1
-    unit = micro_batch_size * read.machines.world_size
-    method = METHODS[options.method] if options.method not in (None, "all") else read.method
-    setting = replace(
-        read.setting(method),
-        strategy=STRATEGIES[0] if options.strategy is None else strategy_named(options.strategy),
-        micro_batch_size=micro_batch_size,
-        accumulation=max(1, read.cfg.train.global_batch_size // unit),
-        activation_checkpointing=read.checkpointing[0],
-    )
-    return model_config, setting
-
-
 def _if_set(section: sections.Section, key: str) -> object:
     """A key's value where a user wrote one."""
     return section.model_dump()[key] if key in section.model_fields_set else None
 
 
-def _methods(read: _Read, options: Options, shape: ModelShape, *, is_open: bool) -> tuple[Method, ...]:
+def _methods(read: _Read, options: Options, model: Model, *, is_open: bool) -> tuple[Method, ...]:
     """Those to compare: asked for by name, else the configuration's; all where a model alone is asked about."""
     is_said = {"type"} & read.cfg.adapter.model_fields_set or {"bits"} & read.cfg.quantization.model_fields_set
     if options.method == "all" or (options.method is None and is_open and not is_said):
         return tuple(METHODS.values())
     adapter, bits = read.method
-    return (Method(adapter, bits or shape.published_bits) if options.method is None else METHODS[options.method],)
+    return (Method(adapter, bits or model.published_bits) if options.method is None else METHODS[options.method],)
 
 
 def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ...]]:
@@ -203,11 +177,10 @@ def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ..
     return "fp16", (f"{machines.gpu.name} does not support bf16; fp16 is used instead.",)
 
 
-def _contradictions(shape: ModelShape, read: _Read, options: Options, batch: int) -> list[str]:
+def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
     data = read.cfg.data
     found, row_tokens = planner_problems(read.cfg.model.attention), data.max_length
-    if data.streaming:  # rows that are not read yet may be as long as that
-        found += position_problems(row_tokens, shape.positions)
+    found += packing_problems(read.machines.gpu.compute_capability) if data.packing else []
     if options.document_tokens is not None and options.document_tokens > row_tokens:
         found.append(
             f"--document-tokens {options.document_tokens:g}: documents do not fit into rows of {row_tokens} "

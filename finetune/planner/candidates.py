@@ -3,15 +3,17 @@
 Where nothing of a method fits on the GPUs as it was asked for, bf16 weights and 8-bit state are tried as well.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
+from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.question import Method, Question
-from finetune.planner.speed import step_time
 from finetune.trace.placement import placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 
@@ -36,7 +38,7 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     Args:
         judge: predicts one way to train.
     """
-    rows, left_out = [], []
+    possible, left_out = list[tuple[str, Method]](), list[Impossible]()
     for strategy in question.strategies:
         if len(question.strategies) > 1 and is_pointless(strategy, question.machines):
             continue
@@ -44,8 +46,23 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
             if why := why_not(question, strategy, method):
                 left_out.append(Impossible(strategy, method, why))
             else:
-                rows.append(fastest(question, strategy, method, judge))
+                possible.append((strategy, method))
+    found = _fastest_of_each(question, possible, judge)
+    rows = [each for each in found if isinstance(each, Row)]
+    left_out += [each for each in found if isinstance(each, Impossible)]
     return rows + _reduced(question, rows, judge), left_out
+
+
+def _fastest_of_each(
+    question: Question, combinations: Sequence[tuple[str, Method]], judge: Judge
+) -> list[Row | Impossible]:
+    def best(strategy: str, method: Method) -> Row | Impossible:
+        try:
+            return fastest(question, strategy, method, judge)
+        except (InputError, RunStopped) as error:  # it cannot be trained, or not be traced
+            return Impossible(strategy, method, str(error))
+
+    return question.model.together([partial(best, *each) for each in combinations])
 
 
 def is_pointless(strategy: str, machines: Machines) -> bool:
@@ -73,9 +90,9 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
         strategies = [row.setting.strategy for row in on_gpu]
         for base in _reductions(question):
             asked = replace(question, base=base)
-            possible = [strategy for strategy in strategies if why_not(asked, strategy, method) is None]
-            tried = [fastest(asked, strategy, method, judge) for strategy in possible]
-            if fitting := [row for row in tried if row.verdict == "fits"]:
+            possible = [(strategy, method) for strategy in strategies if why_not(asked, strategy, method) is None]
+            tried = _fastest_of_each(asked, possible, judge)
+            if fitting := [row for row in tried if isinstance(row, Row) and row.verdict == "fits"]:
                 found += fitting
                 break
     return found
@@ -93,7 +110,7 @@ def _reductions(question: Question) -> Iterator[Setting]:
 
 def why_not(question: Question, strategy: str, method: Method) -> str | None:
     """Why a combination is impossible, as a sentence; None if it is possible."""
-    base, published = question.base, question.shape.published_bits
+    base, published = question.base, question.model.published_bits
     if published and method.bits != published:
         return (
             f"The model is published in {published} bits, which stay frozen; train an adapter on them, or take its "
@@ -121,12 +138,15 @@ def fastest(question: Question, strategy: str, method: Method, judge: Judge = ju
         return rows[setting]
 
     speeds: dict[Setting, float] = {}
+    most = math.inf  # recomputing is faster only where it lets a larger micro-batch fit
     for checkpointing in question.checkpointing:
+        if speeds and max(speeds.values()) >= (1 - SAME_SETTING_SPEED) * most:
+            break
         settings = [question.setting(strategy, method, checkpointing, n) for n in question.micro_batch_sizes]
+        question.model.prepare(settings)
         possible = {setting: _tokens_per_second(question, setting) for setting in settings}
-        if max(possible.values()) > max(speeds.values(), default=0.0):  # else there is nothing to win
-            fitting = settings[: _that_fit(settings, row)]
-            speeds |= {setting: possible[setting] for setting in fitting}
+        speeds |= {setting: possible[setting] for setting in settings[: _that_fit(settings, row)]}
+        most = max(possible.values())
     if speeds:
         enough = (1 - SAME_SETTING_SPEED) * max(speeds.values())
         near = (setting for setting in speeds if speeds[setting] >= enough)
@@ -152,7 +172,5 @@ def _that_fit(settings: list[Setting], row: Callable[[Setting], Row]) -> int:
 
 
 def _tokens_per_second(question: Question, setting: Setting) -> float:
-    predicted = step_time(
-        question.shape, setting, question.machines, mean_document_tokens=question.mean_document_tokens
-    )
+    predicted = question.model.time(setting, question.machines, mean_document_tokens=question.attended(setting))
     return predicted.tokens_per_second

@@ -1,28 +1,36 @@
 """What the processes of a strategy send one another, and what travels between a GPU, its host and a disk.
 
-Bytes are those that one GPU sends in an optimizer step, by ring: an all-reduce of B bytes over n processes is
-``2 (n - 1) / n B``, an all-gather or a reduce-scatter half of it (Rajbhandari et al., arXiv:1910.02054, section 7).
-Seconds are ``bytes / bandwidth + hops * latency``; across machines the ring is as fast as the slower of the link
-inside and all adapters of a machine together.
+The collectives are those of the traced step. Bytes are those that one GPU sends in an optimizer step, by ring: an
+all-reduce of B bytes over n processes is ``2 (n - 1) / n B``, an all-gather or a reduce-scatter half of it (Rajbhandari
+et al., arXiv:1910.02054, section 7). Seconds are ``bytes / bandwidth + hops * latency``; across machines the ring is as
+fast as the slower of the link inside and all adapters of a machine together.
 """
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from finetune.hardware.cards import Machines
-from finetune.planner.matrices import in_16_bits
 from finetune.planner.rates import Rates
-from finetune.planner.work import Work
 from finetune.trace.placement import Placement
+from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
+from finetune.trace.shallow import Sent, Step
 from finetune.units import MIB
 
-BUCKET_BYTES = 25 * MIB
-"""PyTorch reduces the gradients of replicated weights in portions of this size."""
-
 When = Literal["forward", "backward", "step"]
+NAMES = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+}
+"""Of collectives, by what PyTorch's names of them contain."""
+
+BUCKET_BYTES = 25 * MIB
+"""Gradients that replicas reduce at a time from the second step on (PyTorch's ``bucket_cap_mb``); a trace sees the
+first."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Transfer:
     """Beside which computation; a step's stands alone."""
     bytes: float
     """That one GPU sends, or exchanges with its host or disk."""
-    calls: int
+    calls: float
     seconds: float
     """All of them, one after the other."""
     overlaps: bool
@@ -47,64 +55,48 @@ class Transfer:
 
 
 def transfers(
-    layers: int, setting: Setting, placement: Placement, machines: Machines, work: Work, rates: Rates
+    step: Step, setting: Setting, placement: Placement, machines: Machines, rates: Rates
 ) -> tuple[Transfer, ...]:
-    """All traffic of an optimizer step.
-
-    Args:
-        layers: decoder layers; embedding, head and final norm are gathered as one more.
-    """
-    found = _collectives(layers, setting, placement, machines, work)
-    return tuple(each for each in found + _offload(layers, setting, placement, machines, work, rates) if each.bytes)
-
-
-def _collectives(layers: int, setting: Setting, placement: Placement, machines: Machines, work: Work) -> list[Transfer]:
-    gradients = placement.gradient_bytes * work.trained
-    shards, replicas, units = placement.weight_shards, placement.replicas, layers + 1
-    micro = setting.accumulation
-
-    def collective(
-        what: str, when: When, size: float, members: int, *, times: int, calls: int, overlaps: bool, stride: int = 1
-    ) -> Transfer:
-        both_ways = 2 if what.startswith("all-reduce") else 1
-        sent = both_ways * (members - 1) / members * size * times
-        gb_per_second, latency = _route(machines, members, stride)
-        seconds = sent / (gb_per_second * 1e9) + both_ways * latency * calls * times
-        return Transfer(what, when, sent, calls * times, seconds, overlaps)
-
-    if shards > 1:
-        by_unit = partial(collective, times=micro, calls=units, overlaps=True)
-        weights = work.gathered_bytes
-        return [
-            by_unit("all-gather of weights for the forward pass", "forward", weights, shards),
-            by_unit("all-gather of weights for the backward pass", "backward", weights, shards),
-            by_unit("reduce-scatter of gradients", "backward", gradients, shards),
-            by_unit(
-                "all-reduce of gradients between replicas", "backward", gradients / shards, replicas, stride=shards
-            ),
-        ]
-    if placement.optimizer_shards > 1:
-        processes, updated = placement.optimizer_shards, (2 if in_16_bits(setting) else 4) * work.trained
-        times = micro if placement.averages_each_micro_batch else 1
-        # DeepSpeed 0.19 reduces beside the computation in stage 3 alone (runtime/zero/config.py, overlap_comm_valid)
-        return [
-            collective(
-                "reduce-scatter of gradients",
-                "backward",
-                gradients,
-                processes,
-                times=times,
-                calls=units,
-                overlaps=False,
-            ),
-            collective("all-gather of updated weights", "step", updated, processes, times=1, calls=1, overlaps=False),
-        ]
-    buckets = math.ceil(gradients / BUCKET_BYTES)
-    return [
-        collective(
-            "all-reduce of gradients", "backward", gradients, replicas, times=1, calls=max(1, buckets), overlaps=True
+    """All traffic of an optimizer step."""
+    found: dict[tuple[str, When, bool], list[Transfer]] = {}
+    for each in step.sent if setting.world_size > 1 else ():
+        if (one := _collective(each, step.micro_batches, setting, placement, machines)).bytes:
+            found.setdefault((one.what, one.when, one.overlaps), []).append(one)
+    summed = [
+        Transfer(
+            what,
+            when,
+            sum(each.bytes for each in every),
+            sum(each.calls for each in every),
+            sum(each.seconds for each in every),
+            overlaps,
         )
+        for (what, when, overlaps), every in found.items()
     ]
+    return (*summed, *_offload(step, setting, placement, machines, rates))
+
+
+def _collective(sent: Sent, traced: int, setting: Setting, placement: Placement, machines: Machines) -> Transfer:
+    what = next((name for part, name in NAMES.items() if part in sent.name), sent.name)
+    members, both_ways = max(1, sent.members), 2 if what == "all-reduce" else 1
+    is_of_each_micro_batch = placement.weight_shards > 1 or placement.averages_each_micro_batch
+    times = setting.accumulation / traced if is_of_each_micro_batch and sent.phase != "step" else 1.0
+    stride = placement.weight_shards if members == placement.replicas != setting.world_size else 1
+    gb_per_second, latency = _route(machines, members, stride)
+    calls, size = sent.calls * times, sent.bytes.get(CONSTANT, 0.0)
+    moved = both_ways * (members - 1) / members * size * calls
+    if placement.framework == "replicated":
+        calls = max(calls, calls * size / BUCKET_BYTES)
+    when: When = "backward" if sent.phase == "backward" else "step" if sent.phase == "step" else "forward"
+    return Transfer(
+        what=f"{what} in the {sent.phase} {'pass' if when != 'step' else ''}".rstrip(),
+        when=when,
+        bytes=moved,
+        calls=calls,
+        seconds=moved / (gb_per_second * 1e9) + both_ways * latency * calls,
+        # DeepSpeed 0.19 reduces beside the computation in stage 3 alone (runtime/zero/config.py, overlap_comm_valid)
+        overlaps=placement.framework != "zero" or placement.zero_stage == 3,
+    )
 
 
 def _route(machines: Machines, members: int, stride: int) -> tuple[float, float]:
@@ -124,13 +116,20 @@ def _route(machines: Machines, members: int, stride: int) -> tuple[float, float]
     return min(inside.gb_per_second, out) if gpus > 1 else out, hops * 1e-6
 
 
-def _offload(
-    layers: int, setting: Setting, placement: Placement, machines: Machines, work: Work, rates: Rates
-) -> list[Transfer]:
+def _offload(step: Step, setting: Setting, placement: Placement, machines: Machines, rates: Rates) -> list[Transfer]:
     """Weights come twice in a micro-batch, gradients go once; an optimizer on disk comes and goes once a step."""
-    shards, micro, units = placement.weight_shards, setting.accumulation, layers + 1
+    shards, micro, units = placement.weight_shards, setting.accumulation, step.layers + 1
     host = machines.gpu.host_link.gb_per_second * 1e9
     disk = min(host, rates.disk_gb_per_second * 1e9 / machines.gpus_per_node)
+    trained = sum(count * math.prod(shape) for shape, count in step.trained().items())
+    gathered = (
+        sum(
+            each.calls * each.bytes.get(CONSTANT, 0.0)
+            for each in step.sent
+            if "allgather" in each.name and each.phase == "forward"
+        )
+        / step.micro_batches
+    )
     found = []
 
     def travels(what: str, when: When, size: float, *, times: int, through: float, overlaps: bool = True) -> None:
@@ -139,15 +138,15 @@ def _offload(
 
     if placement.weights_on != "gpu":
         # FSDP2 brings fp32 shards to the GPU and casts them there
-        masters = placement.framework == "fully_shard" and setting.weights == "fp32_master" and in_16_bits(setting)
-        weights = (work.gathered_bytes + (2 * work.trained if masters else 0)) / shards
+        masters = placement.framework == "fully_shard" and setting.weights == "fp32_master"
+        weights = (gathered + (2 * trained if masters else 0)) / shards
         through = disk if placement.weights_on == "disk" else host
         travels("weights to the GPU for the forward pass", "forward", weights, times=micro, through=through)
         travels("weights to the GPU for the backward pass", "backward", weights, times=micro, through=through)
     if placement.optimizer_on != "gpu":
-        gradients = placement.gradient_bytes * work.trained / placement.optimizer_shards
+        gradients = placement.gradient_bytes * trained / placement.optimizer_shards
         travels("gradients to the host", "backward", gradients, times=micro, through=host)
     if placement.optimizer_on == "disk":
-        state = 2 * 12 * work.trained / placement.optimizer_shards  # master and both moments of AdamW, read and written
+        state = 2 * 12 * trained / placement.optimizer_shards  # master and both moments of AdamW, read and written
         travels("optimizer state from and to disk", "step", state, times=1, through=disk, overlaps=False)
-    return found
+    return [each for each in found if each.bytes]

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from finetune import __version__
+from finetune.hardware.cards import Machines
 from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import Need, Row
 from finetune.planner.launch_command import in_lines
@@ -22,9 +23,9 @@ def record(plan: Plan, *, model: str, notes: tuple[str, ...] = ()) -> dict[str, 
         "finetune": __version__,
         "measured": False,
         "model": model,
-        "parameters": question.shape.parameters,
-        "active_parameters": question.shape.active_parameters,
-        "machines": asdict(question.machines),
+        "parameters": question.model.anatomy.parameters,
+        "active_parameters": question.model.anatomy.active_parameters,
+        "machines": _machines(question.machines),
         "world_size": question.machines.world_size,
         "speed_of": plan.stand_in or question.machines.gpu.name,
         "global_batch_size": question.global_batch_size,
@@ -68,6 +69,13 @@ def row_record(row: Row, plan: Plan, fastest: float) -> dict[str, Any]:
         "epoch_seconds": time.seconds_for(epoch) if is_known and epoch else None,
         "transfers": [asdict(each) for each in time.transfers],
     }
+
+
+def _machines(machines: Machines) -> dict[str, Any]:
+    """Their fields, and whether the GPU multiplies in bf16, which follows from them."""
+    found = asdict(machines)
+    found["gpu"]["bf16"] = machines.gpu.bf16
+    return found
 
 
 def _need(need: Need) -> dict[str, Any]:

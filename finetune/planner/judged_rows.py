@@ -1,13 +1,12 @@
 """One row of the answer: a way to train, the memory that it needs, its speed, and whether it fits."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from finetune.planner.peak_memory import StepMemory, checkpoint_bytes, host_bytes, needed_bytes, step_memory
+from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Method, Question, method_of
-from finetune.planner.shape import ModelShape
-from finetune.planner.speed import StepTime, step_time
+from finetune.planner.speed import StepTime
 from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 from finetune.units import GIB
@@ -88,22 +87,14 @@ def judged(question: Question, setting: Setting) -> Row:
     Raises:
         InputError: if setting and question contradict one another.
     """
-    memory = step_memory(question.shape, setting)
-    machines = question.machines
-    alike = replace(setting, micro_batch_size=1, accumulation=1, activation_checkpointing=False)
-    host, disk = _beside_the_gpu(question.shape, alike, machines.gpus_per_node)
+    model, machines, documents = question.model, question.machines, question.mean_document_tokens
+    memory = model.memory(setting, mean_document_tokens=documents, large_workspaces=machines.gpu.has_large_workspaces)
+    host = model.host_bytes(setting, processes_of_machine=machines.gpus_per_node)
     return Row(
         setting=setting,
         memory=memory,
         gpu=Need("GPU memory", needed_bytes(memory, setting), int(machines.gpu.memory_gib * GIB)),
         host=Need("host memory", host, question.host_bytes),
-        disk=Need("disk", disk, question.disk_bytes),
-        time=step_time(question.shape, setting, machines, mean_document_tokens=question.mean_document_tokens),
+        disk=Need("disk", model.checkpoint_bytes(setting), question.disk_bytes),
+        time=model.time(setting, machines, mean_document_tokens=question.attended(setting)),
     )
-
-
-@lru_cache(maxsize=1024)
-def _beside_the_gpu(shape: ModelShape, setting: Setting, processes_of_machine: int) -> tuple[int, int]:
-    """Bytes of host memory and of a checkpoint: no matter of micro-batches."""
-    host = host_bytes(shape, setting, processes_of_machine=processes_of_machine)
-    return host, checkpoint_bytes(shape, setting)

@@ -55,7 +55,7 @@ LEVERS = (
     Lever("shorter rows", with_shorter_rows, frozenset({"activations", "logits and loss"})),
     Lever("8-bit optimizer state", with_8_bit_state, frozenset({STATE})),
     Lever("bf16 weights", with_bf16_weights, frozenset({"weights", STATE})),
-    Lever("an adapter", with_adapter, frozenset({STATE, "gathered layers and buckets", "workspace"})),
+    Lever("an adapter", with_adapter, frozenset({STATE, "gathered layers and buckets"})),
     Lever("an adapter on 4-bit weights", _adapter_on_4_bits, frozenset({"weights"})),
     Lever("4-bit weights", in_4_bits, frozenset({"weights"})),
 )

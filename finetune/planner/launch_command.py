@@ -54,7 +54,7 @@ def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
         flags["train.optimizer"] = setting.optimizer
     if (setting.adapter, setting.bits) != (question.base.adapter, question.base.bits):
         flags["adapter.type"] = setting.adapter
-        if not question.shape.published_bits:
+        if not question.model.published_bits:
             flags["quantization.bits"] = str(setting.bits or "none")
     return flags
 

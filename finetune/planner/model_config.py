@@ -7,6 +7,11 @@ from typing import Any
 from finetune.errors import InputError, first_line
 from finetune.hub_access import refuse_without_access
 
+SECONDS = 3.0
+"""To wait for the hub: with what starts before, a plan without access is refused within five seconds."""
+INSTEAD = "a config.json file (--model path/to/config.json)"
+"""What can be given where the hub gives nothing."""
+
 
 def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
     """The contents of a model's config.json.
@@ -47,12 +52,15 @@ def _file(path: str, revision: str | None) -> Path:
 def _download(model_id: str, revision: str | None) -> Path:
     from huggingface_hub import errors, hf_hub_download  # a tenth of a second
 
-    refuse_without_access(model_id, "config.json", revision=revision)
+    asks = refuse_without_access(
+        model_id, "config.json", revision=revision, seconds=SECONDS, waits_if_busy=False, instead=INSTEAD
+    )
     try:
-        return Path(hf_hub_download(model_id, "config.json", revision=revision))
-    except (OSError, ValueError, errors.EntryNotFoundError) as error:
+        return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=not asks))
+    except (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError) as error:
         at = f" at {revision}" if revision else ""
+        cause = error.__cause__ if isinstance(error.__cause__, errors.HTTPError) else error  # what the hub answered
         raise InputError(
             f"{model_id}{at} is not a local folder, and its config.json cannot be downloaded from the hub "
-            f"({first_line(error)}); check the name and the connection, or give the path of a config.json."
+            f"({first_line(cause)}); check the name and the network, log in with `hf auth login`, or give {INSTEAD}."
         ) from error

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
+from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (
@@ -18,9 +20,9 @@ from finetune.planner.changes import (
     with_checkpointing,
 )
 from finetune.planner.judged_rows import Row, judged
+from finetune.planner.model import Model
 from finetune.planner.preference import simplest_of_the_fastest
 from finetune.planner.question import Question, method_of, question_about
-from finetune.planner.shape import ModelShape
 from finetune.trace.setting import Setting
 
 Change = Callable[[Setting], list[Setting]]
@@ -61,7 +63,7 @@ class Nearest:
 
 
 def nearest_that_fits(
-    shape: ModelShape,
+    model: Model,
     setting: Setting,
     machines: Machines,
     *,
@@ -84,7 +86,7 @@ def nearest_that_fits(
         judge: predicts one way to train.
     """
     question = question_about(
-        shape,
+        model,
         setting,
         machines,
         mean_document_tokens=mean_document_tokens or setting.row_tokens,
@@ -139,19 +141,30 @@ def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     return why_not(replace(question, base=setting), setting.strategy, method_of(setting)) is None
 
 
-def _judged(question: Question, settings: list[Setting], judge: Judge) -> Iterator[Row]:
+def _judged(question: Question, settings: list[Setting], judge: Judge) -> list[Row]:
     """Rows of the possible ones; what has more tokens than one that did not fit is not looked at."""
-    too_many: dict[Setting, int] = {}
+    kinds: dict[Setting, list[Setting]] = {}
     for setting in settings:
-        kind = replace(setting, micro_batch_size=1, accumulation=1, row_tokens=1)
+        kinds.setdefault(replace(setting, micro_batch_size=1, accumulation=1, row_tokens=1), []).append(setting)
+    found = question.model.together([partial(_judged_alike, question, alike, judge) for alike in kinds.values()])
+    return [row for rows in found for row in rows]
+
+
+def _judged_alike(question: Question, settings: list[Setting], judge: Judge) -> list[Row]:
+    """Of settings that differ in the tokens of a micro-batch alone."""
+    found, too_many = list[Row](), math.inf
+    for setting in settings:
         documents = min(question.mean_document_tokens, setting.row_tokens)
         asked = replace(question, base=setting, mean_document_tokens=documents)
-        if setting.tokens >= too_many.get(kind, math.inf) or why_not(asked, setting.strategy, method_of(setting)):
+        if setting.tokens >= too_many or why_not(asked, setting.strategy, method_of(setting)):
             continue
-        row = judge(asked, setting)
-        if row.verdict == "does not fit":
-            too_many[kind] = min(setting.tokens, too_many.get(kind, setting.tokens))
-        yield row
+        try:
+            found.append(judge(asked, setting))
+        except (InputError, RunStopped):  # what cannot be trained, or not be traced, is not proposed
+            continue
+        if found[-1].verdict == "does not fit":
+            too_many = min(setting.tokens, too_many)
+    return found
 
 
 def _row_lengths(setting: Setting) -> Iterator[Setting]:

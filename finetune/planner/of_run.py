@@ -1,21 +1,18 @@
 """The plan of a starting run: what it needs, the settings left to the planner, and a comparison at the end."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune import __version__
 from finetune.config.compatibility import STRATEGIES
-from finetune.errors import refuse_if_any
+from finetune.errors import InputError
 from finetune.hardware.cards import Machines
-from finetune.planner import inventory
 from finetune.planner.candidates import fastest
 from finetune.planner.judged_rows import Row, judged
+from finetune.planner.memory import StepMemory
+from finetune.planner.model import Model
 from finetune.planner.nearest import nearest_that_fits
-from finetune.planner.peak_memory import StepMemory, checkpoint_bytes, step_memory
 from finetune.planner.question import method_of, question_about
-from finetune.planner.shape import ModelShape, shape_of, trained_parameters
-from finetune.planner.speed import step_time
 from finetune.trace.setting import Setting
 from finetune.units import GIB, MIB, size_text
 
@@ -34,9 +31,9 @@ MOST_PARTS = 4
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will take by the formulas."""
+    """What a run will take."""
 
-    shape: ModelShape
+    model: Model
     setting: Setting
     machines: Machines | None
     """None in a rehearsal without a GPU."""
@@ -44,12 +41,13 @@ class RunPlan:
     row: Row | None
     """The judgement, where there is a GPU."""
     mean_document_tokens: float
+    checkpoint_bytes: int
 
     def describe(self) -> list[str]:
         """Three lines for the run's output, of about a hundred columns."""
         rows, kept = self.setting.micro_batch_size, "recomputed" if self.setting.activation_checkpointing else "kept"
         micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, activations {kept}"
-        checkpoint = f"checkpoint {size_text(checkpoint_bytes(self.shape, self.setting))}"
+        checkpoint = f"checkpoint {size_text(self.checkpoint_bytes)}"
         if self.row is None:
             return [
                 self._parts(),
@@ -90,7 +88,7 @@ class RunPlan:
         if self.memory.peak <= need.there:
             return []
         nearest = nearest_that_fits(
-            self.shape, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
+            self.model, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
         )
         what = "No change of the settings makes it fit."
         if nearest:
@@ -130,7 +128,7 @@ class RunPlan:
 
 
 def plan_run(
-    config: Mapping[str, Any],
+    model: Model,
     setting: Setting,
     *,
     machines: Machines | None,
@@ -139,6 +137,7 @@ def plan_run(
     mean_document_tokens: float,
     micro_batch_size: int | None,
     activation_checkpointing: bool | None,
+    attended_tokens: float | None = None,
 ) -> RunPlan:
     """Plan a run, and choose what is left open: the fastest that fits.
 
@@ -146,30 +145,34 @@ def plan_run(
     a time, activations kept.
 
     Args:
-        config: the model's config.json.
         setting: all that is given; ``row_tokens`` of the longest row.
         machines: the GPUs of the run; None in a rehearsal.
         mean_row_tokens: positions of a row, padding included.
         mean_document_tokens: of a document.
         micro_batch_size: None to choose it.
         activation_checkpointing: None to choose it.
+        attended_tokens: of the document of a token, on average over tokens; None where documents are of equal length.
 
     Raises:
-        InputError: if the formulas do not know the model, or not all that is trained of it.
+        InputError: if the run cannot be traced.
+        RunStopped: if the libraries here cannot be traced.
     """
-    shape = shape_of(config)
-    refuse_if_any(_not_covered(shape, setting))
+    if setting.strategy not in STRATEGIES:
+        raise InputError(f"The planner does not support {setting.strategy}, only {', '.join(STRATEGIES)}.")
     open_rows, open_recompute = micro_batch_size is None, activation_checkpointing is None
     setting = replace(
         setting,
         micro_batch_size=micro_batch_size or 1,
         activation_checkpointing=bool(activation_checkpointing),
         accumulation=global_batch_size // ((micro_batch_size or 1) * setting.world_size),
+        flash=machines is None or machines.gpu.has_flash_attention,
     )
     documents = min(mean_document_tokens, setting.row_tokens)
     if machines is None:
-        return RunPlan(shape, setting, None, step_memory(shape, setting), None, documents)
-    question = question_about(shape, setting, machines, mean_document_tokens=documents)
+        memory = model.memory(setting, mean_document_tokens=documents)
+        return RunPlan(model, setting, None, memory, None, documents, model.checkpoint_bytes(setting))
+    question = question_about(model, setting, machines, mean_document_tokens=documents)
+    question = replace(question, attended_tokens=attended_tokens)
     if open_rows or open_recompute:
         question = replace(
             question,
@@ -180,18 +183,5 @@ def plan_run(
     else:
         row = judged(question, setting)
     mean = replace(row.setting, row_tokens=max(1, min(setting.row_tokens, round(mean_row_tokens))))
-    time = step_time(shape, mean, machines, mean_document_tokens=min(documents, mean.row_tokens))
-    return RunPlan(shape, row.setting, machines, row.memory, replace(row, time=time), documents)
-
-
-def _not_covered(shape: ModelShape, setting: Setting) -> list[str]:
-    """What of a run the formulas leave out, as sentences."""
-    found = []
-    if setting.strategy not in STRATEGIES:
-        found.append(f"The planner does not support {setting.strategy}, only {', '.join(STRATEGIES)}.")
-    if shape.not_counted:
-        found.append(f"The planner does not count the model's {', '.join(shape.not_counted)}.")
-    counted = sum(weight.elements for weight in inventory.of_model(shape, setting) if weight.trained)
-    if counted != trained_parameters(shape, setting):
-        found.append("The planner does not count all that adapter.targets and adapter.modules_to_save train.")
-    return found
+    time = model.time(mean, machines, mean_document_tokens=question.attended(mean))
+    return RunPlan(model, row.setting, machines, row.memory, replace(row, time=time), documents, row.disk.bytes)

@@ -15,6 +15,8 @@ def problems(file: Path) -> list[str]:
     """Why a picture cannot be written there, as sentences."""
     if file.suffix.lower() not in FORMATS:
         return [f"--plot {file}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}."]
+    if not file.absolute().parent.is_dir():
+        return [f"--plot {file}: there is no folder {file.parent}; create it, or choose another file."]
     return []
 
 

@@ -10,12 +10,12 @@ from finetune.planner.changes import is_reduced, reduction
 from finetune.planner.choose import Plan, why_nothing_fits
 from finetune.planner.judged_rows import COMFORTABLE, Row
 from finetune.planner.launch_command import in_lines
+from finetune.planner.memory import PARTS
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import Question
-from finetune.planner.tape import KINDS
 from finetune.units import GIB
 
-SHORT = dict(zip(KINDS, ("wts", "grad", "opt", "act", "loss", "gath", "work"), strict=True))
+SHORT = dict(zip(PARTS, ("wts", "grad", "opt", "act", "loss", "gath", "work"), strict=True))
 LEGEND = (
     "GiB of a GPU at the peak of a step: weights, gradients, optimizer, activations, logits and loss, gathered layers "
     "and buckets, workspace. ckpt: activation checkpointing; mb: rows of a micro-batch."
@@ -54,10 +54,17 @@ def print_plan(plan: Plan, console: Console, *, model: str, notes: Sequence[str]
 def _opening(question: Question, model: str) -> str:
     machines = question.machines
     return (
-        f"{model}: {question.shape.parameters / 1e9:.2f} billion weights on {machines.text} "
+        f"{model}: {_count(question.model.anatomy.parameters)} weights on {machines.text} "
         f"({machines.gpu.memory_gib:.1f} GiB each); {question.global_batch_size} rows of "
         f"{question.base.row_tokens} tokens a step"
     )
+
+
+def _count(number: int) -> str:
+    """Three digits or four."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} billion"
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"
 
 
 def _memory_table(plan: Plan, rows: Sequence[Row]) -> Table:
@@ -65,7 +72,7 @@ def _memory_table(plan: Plan, rows: Sequence[Row]) -> Table:
         ("ckpt", lambda row: "full" if row.setting.activation_checkpointing else "none"),
         ("mb", lambda row: str(row.setting.micro_batch_size)),
     ]
-    columns += [(SHORT[kind], _part(kind)) for kind in KINDS]
+    columns += [(SHORT[kind], _part(kind)) for kind in PARTS]
     columns.append(("peak", lambda row: gib(row.memory.peak)))
     return _table(plan, rows, columns)
 
@@ -150,9 +157,9 @@ def _print_advice(console: Console, plan: Plan) -> None:
 def _notes(plan: Plan) -> list[str]:
     stand_in = plan.stand_in
     if stand_in is None:
-        return ["Predicted from formulas and data sheets, not measured; speeds are rougher than memory."]
+        return ["Predicted from traces and data sheets, not measured; speeds are rougher than memory."]
     return [
-        "Predicted from formulas, not measured. The speed of "
+        "Predicted from traces, not measured. The speed of "
         f"{plan.question.machines.gpu.name} is unknown; options are compared at the speed of {stand_in}."
     ]
 

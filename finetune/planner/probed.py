@@ -1,25 +1,24 @@
-"""The closed form beside two real steps on the GPU that is here, and the prediction as they correct it."""
+"""A row of the answer beside real steps on the GPU that is here."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines
-from finetune.planner.calibration import Calibration, calibrate, probe_settings
-from finetune.planner.judged_rows import Row
-from finetune.planner.model_config import read_config
+from finetune.planner.judged_rows import Row, verdict
+from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Question
-from finetune.planner.rates import RATES
 from finetune.trace.placement import placement_of
-from finetune.trace.probe import probe_in_child
-from finetune.units import GIB, MIB
+from finetune.trace.probe import Probed
+from finetune.trace.setting import Setting
+from finetune.units import GIB
 
 
 def row_to_probe(rows: tuple[Row, ...], question: Question, here: Machines) -> Row:
-    """The first way to train that can be probed.
+    """The first way to train that can be probed: the recommended one, if it can.
 
     Raises:
-        InputError: if the question is about other GPUs than there are here, or about several of them.
+        InputError: if the question is about other GPUs than there are here, or about several of them, or nothing fits.
     """
     asked = question.machines
     if asked.gpu.name != here.gpu.name:
@@ -28,93 +27,60 @@ def row_to_probe(rows: tuple[Row, ...], question: Question, here: Machines) -> R
             f"out, or ask about --gpus 1x{here.gpu.name}."
         )
     for row in rows:
-        if placement_of(row.setting.strategy, row.setting.world_size).framework == "plain":
+        place = placement_of(row.setting.strategy, row.setting.world_size)
+        if place.framework == "plain" and row.verdict != "does not fit":
             return row
     raise InputError(
-        f"--probe takes its steps on one GPU without sharding, and no row of the answer for {asked.text} does that; "
-        f"ask about --gpus 1x{here.gpu.name}, with --strategy left out."
+        f"--probe takes its steps on one GPU without sharding, and no row of the answer for {asked.text} does that and "
+        f"fits; ask about --gpus 1x{here.gpu.name}, with --strategy left out."
     )
 
 
-def probe_row(row: Row, question: Question, model: str, revision: str | None) -> Calibration:
-    """Take the steps in a process of its own, and correct the prediction for a row by them.
+def probed_setting(row: Row) -> Setting:
+    """What is probed of a row: more than two micro-batches change neither the peak nor the time of each."""
+    return replace(row.setting, accumulation=min(row.setting.accumulation, 2))
 
-    Raises:
-        InputError: if not even short rows leave room, or a step ran out of memory.
-        RunStopped: if the probe failed.
+
+def compared(row: Row, question: Question, real: Probed) -> dict[str, Any]:
+    """Real steps of ``probed_setting`` beside the prediction, for ``--json``; each row is one document.
+
+    None stands where nothing is known: of memory without a GPU, of the predicted speed of a card without a data sheet.
     """
-    settings = probe_settings(question.shape, row.setting, question.machines.gpu.memory_gib * GIB)
-    first, second = probe_in_child(read_config(model, revision), settings)
-    return calibrate(
-        question.shape,
-        row.setting,
-        question.machines,
-        mean_document_tokens=question.mean_document_tokens,
-        settings=settings,
-        probed=(first, second),
-    )
-
-
-def record_of(row: Row, found: Calibration) -> dict[str, Any]:
-    """For ``--json``."""
-    fields = asdict(found)
-    rates = fields.pop("rates")
+    model, machines, setting = question.model, question.machines, probed_setting(row)
+    tokens, large = setting.row_tokens, machines.gpu.has_large_workspaces
+    memory = model.memory(setting, mean_document_tokens=tokens, large_workspaces=large)
+    time = model.time(setting, machines, mean_document_tokens=tokens)
+    needed = None
+    if real.peak_bytes is not None:
+        needed = needed_bytes(StepMemory({"measured": real.peak_bytes}, {}, ()), setting)
+    is_known = time.stand_in is None
     return {
-        "setting": asdict(row.setting),
-        **fields,
-        "measured_bytes_per_token": found.measured_line.bytes_per_token,
-        "measured_constant_bytes": found.measured_line.constant_bytes,
-        "fitted": list(rates["fitted"]),
-        "rates": rates["rates"],
-        "verdict": found.verdict,
+        "setting": asdict(setting),
+        "measured": asdict(real) | {"tokens_per_second": time.tokens / real.step_seconds},
+        "predicted": {
+            "peak_bytes": memory.peak,
+            "step_seconds": time.step_seconds if is_known else None,
+            "tokens_per_second": time.tokens_per_second if is_known else None,
+        },
+        "verdict": None if needed is None else verdict(needed, row.gpu.there or 0),
+        "needed_bytes": needed,
     }
 
 
-def lines_of(row: Row, found: Calibration) -> list[str]:
-    """What the probe says, as plain text."""
-    cells = [("tokens of a micro-batch", "peak GiB", "predicted", "off", "step s", "predicted", "off")]
-    for real, formula in zip(found.probed, found.predicted):
-        cells.append(
-            (
-                f"{real.tokens:,}",
-                f"{real.peak_bytes / GIB:.2f}",
-                f"{formula.peak_bytes / GIB:.2f}",
-                f"{formula.peak_bytes / real.peak_bytes - 1:+.1%}",
-                f"{real.step_seconds:.3f}",
-                f"{formula.step_seconds:.3f}" if found.knows_speed else "",
-                f"{formula.step_seconds / real.step_seconds - 1:+.0%}" if found.knows_speed else "",
-            )
-        )
-    lines = [f"{first:<24}" + "".join(f"{cell:>9}" for cell in rest) for first, *rest in cells]
-    measured, predicted = found.measured_line, found.predicted_line
-    return [
-        f"Probed: {row.name}",
-        *lines,
-        f"A token takes {measured.bytes_per_token / MIB:.3f} MiB ({predicted.bytes_per_token / MIB:.3f} predicted), "
-        f"and {measured.constant_bytes / GIB:.2f} GiB ({predicted.constant_bytes / GIB:.2f}) do not depend on tokens.",
-        f"Corrected for {found.asked.tokens:,} tokens: a peak of {found.corrected.peak_bytes / GIB:.2f} GiB "
-        f"({found.asked.peak_bytes / GIB:.2f} predicted); {found.needed_bytes / GIB:.1f} of "
-        f"{found.there_bytes / GIB:.1f} GiB are needed: {found.verdict}.",
-        _of_speed(row, found),
-    ]
-
-
-def _of_speed(row: Row, found: Calibration) -> str:
-    if not found.knows_speed:
-        return "The data sheet of this card is not known here, so that nothing is said of its speed."
-    fitted, rates = found.rates.fitted, found.rates.rates
-    if not fitted:
-        return "The steps were too short to tell the card's speed: the host was waited for; probe longer rows."
-    tokens = row.time.tokens
-    speed = (
-        f"Corrected speed: {tokens / found.corrected.step_seconds:,.0f} tokens/s "
-        f"({tokens / found.asked.step_seconds:,.0f} predicted)"
-    )
-    if "all" in fitted:
-        slower = RATES.matrix_efficiency / rates.matrix_efficiency
-        return f"{speed}; everything takes {slower:.2f} times as long as assumed."
-    return (
-        f"{speed}; matrix products reach {rates.matrix_efficiency:.0%} of the data sheet "
-        f"({RATES.matrix_efficiency:.0%} assumed), memory {rates.memory_efficiency:.0%} "
-        f"({RATES.memory_efficiency:.0%})."
-    )
+def lines_of(row: Row, found: dict[str, Any]) -> list[str]:
+    """What ``compared`` says, as plain text."""
+    real, said, needed = found["measured"], found["predicted"], found["needed_bytes"]
+    setting = row.setting
+    kept = "recomputed" if setting.activation_checkpointing else "kept"
+    rows = f"{setting.micro_batch_size} x {setting.row_tokens:,} tokens"
+    lines = [f"Probed: {row.name}, micro-batch {rows}, activations {kept}"]
+    if needed is not None:
+        off = said["peak_bytes"] / real["peak_bytes"] - 1
+        peaks = f"{real['peak_bytes'] / GIB:.2f} GiB, predicted {said['peak_bytes'] / GIB:.2f} ({off:+.1%})"
+        there = (row.gpu.there or 0) / GIB
+        lines.append(f"peak memory: {peaks}; {needed / GIB:.1f} of {there:.1f} GiB are needed: {found['verdict']}")
+    speed = f"speed: {real['tokens_per_second']:,.0f} tokens/s"
+    if said["tokens_per_second"] is None:
+        return [*lines, f"{speed}; its prediction needs the card's data sheet, which is not known"]
+    off = said["tokens_per_second"] / real["tokens_per_second"] - 1
+    return [*lines, f"{speed}, predicted {said['tokens_per_second']:,.0f} ({off:+.0%})"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from finetune.config.compatibility import STRATEGIES
 from finetune.hardware.cards import Machines
-from finetune.planner.shape import ModelShape
+from finetune.planner.model import Model
 from finetune.trace.setting import Setting
 
 
@@ -38,13 +38,15 @@ METHODS = {
 class Question:
     """A question: the rows of its answer are the strategies times the methods."""
 
-    shape: ModelShape
+    model: Model
     machines: Machines
     base: Setting
     """What every row has in common; its processes are the machines' GPUs."""
     global_batch_size: int
     """Rows of an optimizer step."""
     mean_document_tokens: float
+    attended_tokens: float | None = None
+    """Tokens of the document of a token, on average over tokens; None where documents are of equal length."""
     methods: tuple[Method, ...] = tuple(METHODS.values())
     strategies: tuple[str, ...] = STRATEGIES
     checkpointing: tuple[bool, ...] = (False, True)
@@ -75,6 +77,10 @@ class Question:
             return (self.micro_batch_size,)
         return tuple(n for n in range(1, rows + 1) if rows % n == 0)
 
+    def attended(self, setting: Setting) -> float:
+        """Tokens of the document of a token, in rows of a setting."""
+        return min(self.attended_tokens or self.mean_document_tokens, setting.row_tokens)
+
     def setting(self, strategy: str, method: Method, checkpointing: bool, micro_batch_size: int) -> Setting:
         """One way to train that answers."""
         return replace(
@@ -94,7 +100,7 @@ def method_of(setting: Setting) -> Method:
 
 
 def question_about(
-    shape: ModelShape,
+    model: Model,
     setting: Setting,
     machines: Machines,
     *,
@@ -105,7 +111,7 @@ def question_about(
 ) -> Question:
     """A question of which a setting is one of the answers, with everything but its method and strategies given."""
     return Question(
-        shape=shape,
+        model=model,
         machines=machines,
         base=setting,
         global_batch_size=setting.micro_batch_size * setting.accumulation * setting.world_size,

@@ -1,15 +1,26 @@
-"""How much of its data sheet hardware reaches: the constants of predicted time, each with its source."""
+"""How much of its data sheet hardware reaches: the constants of predicted time, each with its source.
 
-from dataclasses import dataclass
+Seen against 74 published speeds: one share for all cards is wrong (A100 reach 0.80 of their data sheet, Hopper 0.65,
+GeForce 0.9 to 1.0, whose tensor cores are slowed down and so are never short of data), and a launch takes 17
+microseconds rather than the 5 to 10 of an empty kernel, as Python, autograd and the modules' hooks run on the way.
+"""
+
+from dataclasses import dataclass, replace
+
+from finetune.hardware.cards import Gpu
+
+MATRIX_EFFICIENCY = {(8, 0): 0.80, (9, 0): 0.65}
+"""Share of the data sheet's FLOP/s that matrix products reach, by compute capability: A100, Hopper."""
+GEFORCE_EFFICIENCY = 0.95
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured, derived or assumed; two real steps on a GPU can replace them (``replace(RATES, ...)``)."""
+    """Of one card."""
 
     matrix_efficiency: float = 0.72
-    """Share of the data sheet's FLOP/s that the matrix products of a model reach. 0.80 was measured for the best sizes
-    on an H200 (790 of 989 TFLOP/s in bf16); 0.9 of that for a model's sizes is assumed."""
+    """Share of the data sheet's FLOP/s that the matrix products of a model reach, where nothing better is known: 0.80
+    was measured for the best sizes on an H200 (790 of 989 TFLOP/s in bf16); 0.9 of that is assumed."""
     attention_efficiency: float = 0.5
     """The same for flash attention, forward and backward: FlashAttention-2 reaches 50 to 73 % on an A100
     (arXiv:2307.08691), and the lower end is assumed."""
@@ -19,14 +30,23 @@ class Rates:
     memory_efficiency: float = 0.83
     """Share of the data sheet's memory bandwidth that elementwise kernels reach: 4.0 of 4.8 TB/s, assumed of an H200;
     3.0 of 3.35 was published for an H100."""
-    kernel_seconds: float = 6e-6
-    """Time in which the host launches one kernel through PyTorch's autograd; assumed (5 to 10 microseconds)."""
-    host_gb_per_second: float = 200.0
-    """Memory bandwidth that the optimizer reaches on the host, all processes of a machine together; assumed for two
-    sockets with eight channels each."""
+    launch_seconds: float = 17e-6
+    """Time in which the host launches one operation."""
+    kernel_seconds: float = 4e-6
+    """In which a kernel starts and ends, and keeps only some of the GPU's multiprocessors busy: the time of one that
+    does nothing, assumed. It makes small products less efficient."""
+    host_gb_per_second: float = 11.0
+    """Memory bandwidth that the optimizer of one process reaches on the host: seen with one OpenMP thread, which is
+    what ``accelerate launch`` gives each process unless OMP_NUM_THREADS is set."""
     disk_gb_per_second: float = 6.0
     """Of the local disk, reading or writing, all processes of a machine together; assumed for one NVMe drive on four
     lanes of PCIe 4."""
 
 
-RATES = Rates()
+def rates_of(gpu: Gpu) -> Rates:
+    """The rates of a card."""
+    if gpu.name.startswith("RTX") and not gpu.name.startswith(("RTX A", "RTX 6000", "RTX PRO")):
+        return replace(Rates(), matrix_efficiency=GEFORCE_EFFICIENCY)
+    if gpu.compute_capability in MATRIX_EFFICIENCY:
+        return replace(Rates(), matrix_efficiency=MATRIX_EFFICIENCY[gpu.compute_capability])
+    return Rates()

@@ -24,6 +24,7 @@ def reasons(question: Question, best: Row, rows: Sequence[Row]) -> tuple[str, ..
         *_less_exact(question, best, rows),
         *_left_untried(question, best, rows),
         *_faster_offloaded(best, rows),
+        *_threads_of_the_host(best),
         *_every_weight(question, best, rows),
         largest_term.sentence(question, best),
     )
@@ -124,6 +125,17 @@ def _faster_offloaded(best: Row, rows: Sequence[Row]) -> list[str]:
     return [
         f"{_sentence_start(fastest.name)} is predicted to reach {_speed(fastest, best)} of that speed if every "
         f"transfer overlaps with computation, with {host_memory(fastest)}."
+    ]
+
+
+def _threads_of_the_host(best: Row) -> list[str]:
+    """How to speed up an optimizer that steps on the host."""
+    if not best.offloads:
+        return []
+    share = best.time.parts.optimizer / best.time.step_seconds
+    return [
+        f"The optimizer steps on the host, with one thread per process ({share:.0%} of the time): put "
+        "OMP_NUM_THREADS=N in front of the command, with N cores for each GPU."
     ]
 
 

@@ -1,22 +1,27 @@
-"""Predicted time of an optimizer step, from what is computed, moved and sent.
+"""Predicted time of an optimizer step, from the operations of its trace.
 
-``T = accumulation * (forward + backward) + exposed transfers + optimizer``: matrix products and attention at a share
-of the card's FLOP/s, everything else at its memory bandwidth, and what is sent hides behind what is computed but for
-the first gather and the last reduction of each micro-batch. Limits: reading data, evaluation and checkpoints are left
-out; kernels of one pass do not overlap; no constant was fitted: a probe replaces ``RATES``.
+Each operation takes as long as its FLOPs at the card's speed or its bytes at the card's bandwidth, whichever is longer
+(a roofline, doi:10.1145/1498765.1498785), beside the time in which a kernel starts and ends; a pass takes as long as
+its operations, or as the host needs to launch them. What is sent hides behind what is computed but for the first gather
+and the last reduction of each micro-batch. Limits: reading data, evaluation and checkpoints are left out; kernels of
+one pass do not overlap; no constant was fitted to our own steps.
 """
 
-from dataclasses import asdict, astuple, dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
 
 from finetune.errors import refuse_if_any
 from finetune.hardware.cards import Gpu, Machines, precision_problem, stand_in
 from finetune.planner.communication import Transfer, transfers
-from finetune.planner.matrices import in_16_bits
-from finetune.planner.rates import RATES, Rates
-from finetune.planner.shape import ModelShape
-from finetune.planner.work import Pass, work_of
+from finetune.planner.memory import micro_batch_of
+from finetune.planner.rates import Rates, rates_of
 from finetune.trace.placement import Placement, placement_of
+from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
+from finetune.trace.shallow import Kernel, Step
+
+PHASES = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,8 @@ class Parts:
     matrix_products: float
     """Recomputed ones included."""
     attention: float
-    elementwise: float
-    """Norms, rotary embeddings, activation functions, sums, and what an adapter adds."""
-    weights: float
-    """Casts, dequantisation and copies of weights and gradients."""
-    loss: float
+    moved: float
+    """Everything that is read and written: norms, activation functions, casts, dequantisation, copies, the loss."""
     launches: float
     """For which the GPU waits until the host has launched the next kernel."""
     communication: float
@@ -76,51 +78,124 @@ class StepTime:
         return self.model_flops / self.step_seconds / self.peak_flops
 
     def seconds_for(self, tokens: float) -> float:
-        """Of so many positions, an epoch's say."""
+        """Of so many positions, for example an epoch's."""
         return tokens / self.tokens_per_second
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward or backward pass, or of the optimizer."""
+
+    matrix_products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(astuple(self)))
+
+
+def pass_of(kernels: Iterable[Kernel], micro_batch: MicroBatch, gpu: Gpu, rates: Rates, attended: float) -> Pass:
+    """The time of operations, one after the other.
+
+    Args:
+        attended: mean tokens that a token's document has, as a share of a row's positions: that of attention's FLOPs.
+    """
+    assert gpu.tflops is not None  # of a card that is known
+    assert gpu.fp32_tflops is not None
+    assert gpu.memory_gb_per_second is not None
+    bandwidth = rates.memory_efficiency * gpu.memory_gb_per_second * 1e9
+    seconds = {"product": 0.0, "attention": 0.0, "moved": 0.0}
+    calls = 0.0
+    for each in kernels:
+        sheet = gpu.tflops if each.width < 4 else gpu.fp32_tflops
+        speed = rates.matrix_efficiency * sheet
+        flops = micro_batch.value(each.flops)
+        if each.kind == "attention":
+            speed, flops = min(rates.attention_efficiency * sheet, rates.attention_most_tflops), flops * attended
+        one = rates.kernel_seconds + max(flops / (speed * 1e12), micro_batch.value(each.bytes) / bandwidth)
+        seconds[each.kind] += each.calls * one
+        calls += each.calls
+    waits = max(0.0, calls * rates.launch_seconds - sum(seconds.values()))
+    return Pass(seconds["product"], seconds["attention"], seconds["moved"], waits)
+
+
 def step_time(
-    shape: ModelShape,
+    step: Step,
     setting: Setting,
     machines: Machines,
     *,
     mean_document_tokens: float,
-    rates: Rates = RATES,
+    rates: Rates | None = None,
 ) -> StepTime:
     """Predict an optimizer step of ``setting.accumulation`` micro-batches on every GPU.
 
     Args:
         machines: the GPUs, as many as the setting has processes.
-        mean_document_tokens: that a token's document has on average: of a row where rows are not packed.
+        mean_document_tokens: length of the document of a token, on average over the tokens (E[l^2] / E[l]): of a row
+            where rows are not packed.
+        rates: of the card; by default those that are known of it.
 
     Raises:
         InputError: if setting, machines and documents contradict one another.
     """
     refuse_if_any(_problems(setting, machines, mean_document_tokens))
     gpu = stand_in(machines.gpu)
+    rates = rates or rates_of(gpu)
     rated = Machines(gpu, machines.gpus_per_node, machines.nodes)
     placement = placement_of(setting.strategy, setting.world_size)
-    work = work_of(shape, setting, placement, mean_document_tokens=mean_document_tokens)
-    pace = _Pace.of(gpu, setting, rates)
-    forward, backward = pace.passes(work.forward), pace.passes(work.backward)
-    sent = transfers(shape.layers, setting, placement, rated, work, rates)
-    communication, offload = _exposed(sent, forward.seconds, backward.seconds, setting, placement)
-    micro = setting.accumulation
-    both = asdict(backward)
-    passes = {name: micro * (seconds + both[name]) for name, seconds in asdict(forward).items()}
-    if placement.optimizer_on == "gpu":
-        optimizer = work.optimizer_bytes / pace.bytes_per_second
-    else:
-        optimizer = work.optimizer_bytes * machines.gpus_per_node / (rates.host_gb_per_second * 1e9)
+    micro_batch = micro_batch_of(setting, mean_document_tokens)
+    attended = mean_document_tokens / setting.row_tokens
+    kernels = step.kernels
+    traced = step.micro_batches
+    passes = {
+        name: pass_of((each for each in kernels if each.phase in phases), micro_batch, gpu, rates, attended)
+        for name, phases in PHASES.items()
+    }
+    forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
+    sent = transfers(step, setting, placement, rated, rates)
+    communication, offload = _exposed(sent, forward, backward, setting, placement)
+    micro = setting.accumulation / traced
+    both = [passes["forward"], passes["backward"]]
+    optimizer = passes["step"].seconds
+    if placement.optimizer_on != "gpu":
+        moved = sum(each.calls * micro_batch.value(each.bytes) for each in kernels if each.phase == "step")
+        optimizer = moved / (rates.host_gb_per_second * 1e9)
     return StepTime(
-        parts=Parts(**passes, communication=communication, offload=offload, optimizer=optimizer),
-        tokens=setting.tokens * micro * setting.world_size,
-        model_flops=work.model_flops * micro,
-        peak_flops=pace.peak_flops,
+        parts=Parts(
+            **{field.name: micro * sum(getattr(each, field.name) for each in both) for field in fields(Pass)},
+            communication=communication,
+            offload=offload,
+            optimizer=optimizer,
+        ),
+        tokens=setting.tokens * setting.accumulation * setting.world_size,
+        model_flops=useful_flops(step, kernels, micro_batch, traced=traced, attended=attended)
+        / traced
+        * setting.accumulation,
+        peak_flops=(gpu.tflops or 0.0) * 1e12,
         transfers=sent,
         stand_in=None if gpu is machines.gpu else gpu.name,
     )
+
+
+def useful_flops(
+    step: Step, kernels: Iterable[Kernel], micro_batch: MicroBatch, *, traced: int, attended: float
+) -> float:
+    """Of so many traced micro-batches, forward and backward, without what is recomputed (see ``models.flops``).
+
+    Backward, each product is computed once more for the gradient of its input, and once for that of its weight where
+    the weight is trained; attention takes twice what it takes forward.
+    """
+    forward = [each for each in kernels if each.phase in PHASES["forward"]]
+    flops = dict.fromkeys(("product", "attention", "moved"), 0.0)
+    for each in forward:
+        one = each.calls * micro_batch.value(each.flops)
+        of_scores = each.kind == "product" and any(tokens > 1 for _, tokens, _ in each.flops)
+        flops["attention" if of_scores else each.kind] += one / 2 if of_scores else one  # half of them are masked
+    multiplied = flops["product"] / (2 * micro_batch.rows * micro_batch.row_tokens * traced)
+    trained = sum(count * math.prod(shape) for shape, count in step.trained().items() if len(shape) > 1)
+    return flops["product"] * (2 + min(1.0, trained / multiplied)) + 3 * flops["attention"] * attended
 
 
 def _problems(setting: Setting, machines: Machines, mean_document_tokens: float) -> list[str]:
@@ -137,57 +212,6 @@ def _problems(setting: Setting, machines: Machines, mean_document_tokens: float)
         )
     problem = precision_problem(machines.gpu, "bf16" if setting.weights == "bf16" else setting.precision)
     return found + ([problem] if problem else [])
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Seconds of a pass."""
-
-    matrix_products: float
-    attention: float
-    elementwise: float
-    weights: float
-    loss: float
-    launches: float
-
-    @property
-    def seconds(self) -> float:
-        return float(sum(astuple(self)))
-
-
-@dataclass(frozen=True)
-class _Pace:
-    """What a card reaches."""
-
-    peak_flops: float
-    matrix_flops_per_second: float
-    attention_flops_per_second: float
-    bytes_per_second: float
-    kernel_seconds: float
-
-    @classmethod
-    def of(cls, gpu: Gpu, setting: Setting, rates: Rates) -> "_Pace":
-        assert gpu.tflops is not None  # of a card that is known
-        assert gpu.fp32_tflops is not None
-        assert gpu.memory_gb_per_second is not None
-        tflops = gpu.tflops if in_16_bits(setting) else gpu.fp32_tflops
-        return cls(
-            peak_flops=gpu.tflops * 1e12,
-            matrix_flops_per_second=rates.matrix_efficiency * tflops * 1e12,
-            attention_flops_per_second=min(rates.attention_efficiency * tflops, rates.attention_most_tflops) * 1e12,
-            bytes_per_second=rates.memory_efficiency * gpu.memory_gb_per_second * 1e9,
-            kernel_seconds=rates.kernel_seconds,
-        )
-
-    def passes(self, work: Pass) -> _Passes:
-        matrix_products = work.matrix_flops / self.matrix_flops_per_second
-        attention = work.attention_flops / self.attention_flops_per_second
-        elementwise, weights, loss = (
-            each / self.bytes_per_second for each in (work.elementwise_bytes, work.weight_bytes, work.loss_bytes)
-        )
-        computing = matrix_products + attention + elementwise + weights + loss
-        launches = max(0.0, work.kernels * self.kernel_seconds - computing)
-        return _Passes(matrix_products, attention, elementwise, weights, loss, launches)
 
 
 def _exposed(

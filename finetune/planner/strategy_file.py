@@ -42,9 +42,8 @@ def strategy_named(name_or_file: str) -> str:
     theirs = _contents(path)
     if differing := sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
         raise InputError(
-            f"--strategy: {name_or_file} differs from our {path.stem}.yaml in {', '.join(differing)}, for which "
-            "there are "
-            f"no formulas; use one of {_all()}."
+            f"--strategy: {name_or_file} differs from our {path.stem}.yaml in {', '.join(differing)}, which the "
+            f"planner does not know; use one of {_all()}."
         )
     return path.stem
 

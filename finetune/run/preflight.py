@@ -5,6 +5,7 @@ data`` calls the same functions for what it looks at. What a configuration alone
 ``finetune.config.refusals`` and ``config.compatibility``, which ``finetune plan`` shares: it imports no PyTorch.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -28,12 +29,15 @@ from finetune.models import adapter as adapters
 from finetune.models import loading, packing_support, quantization, weights
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
+from finetune.trace import asking
 
 Configuration = TypeVar("Configuration", bound=sections.Run)
 
 
 def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     """Refuse what the configuration, the launch, the folder and the model's files tell.
+
+    Once there is nothing to refuse, what will trace the run's step begins to start, while the run reads its data.
 
     Returns:
         The model, of which nothing but its configuration and the headers of its files has been read.
@@ -75,6 +79,8 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             )
             + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
         )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        asking.get_ready()
     return spec
 
 

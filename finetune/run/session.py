@@ -147,7 +147,7 @@ class Session:
         at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps)
         refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
         self.flops_per_token = training_flops_per_token(
-            **loading.shape(model), mean_row_length=self.batches.mean_document_tokens
+            **loading.shape(model), mean_row_length=self.batches.attended_tokens
         )
         return model
 

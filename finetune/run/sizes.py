@@ -8,9 +8,10 @@ from finetune.config import sections
 from finetune.config.refusals import planner_problems
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
-from finetune.errors import InputError, refuse_if_any
+from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.models.spec import ModelSpec
 from finetune.planner import REPLICAS, RunPlan, Setting
+from finetune.trace.tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -59,26 +60,38 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
     Raises:
         InputError: if it cannot fit, or if the planner cannot tell and is asked to choose the micro-batch.
     """
+    longest = max(sum(len(row.tokens) for row in documents) for documents in batches.heaviest())
+    config, problems = spec.config.to_dict(), list[str]()
+    config.pop("_name_or_path", None)  # wherever it was read from, its traces are the same
     try:
-        plan = _plan(cfg, launch, spec, batches)
-    except InputError as error:
-        why = " ".join(error.problems)
+        with Tracer(config, row_tokens=longest) as tracer:
+            plan = _plan(cfg, launch, spec, batches, planner.Model(config, tracer), longest)
+            if cfg.train.plan_check == "on":
+                problems = plan.problems()
+    except (InputError, RunStopped) as error:
+        why = str(error).replace("\n", " ")
         if cfg.train.micro_batch_size == "auto":
             raise InputError(
                 f"train.micro_batch_size: auto lets the planner choose. {why} Set it to a number."
             ) from error
         sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes)
         return Planned(None, [f"plan: none. {why}"], sizes)
-    refuse_if_any(plan.problems() if cfg.train.plan_check == "on" else [])
+    refuse_if_any(problems)
     return Planned(plan, plan.describe(), Sizes(plan.setting.micro_batch_size, plan.setting.activation_checkpointing))
 
 
-def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batches: Batches | Stream) -> RunPlan:
+def _plan(
+    cfg: sections.Run,
+    launch: distributed.Strategy,
+    spec: ModelSpec,
+    batches: Batches | Stream,
+    model: planner.Model,
+    longest: int,
+) -> RunPlan:
     train = cfg.train
     refuse_if_any(planner_problems(cfg.model.attention))
     if launch.replicas > 1 and launch.replicas != REPLICAS:
         raise InputError(f"The planner does not know {launch.replicas} replicas.")
-    longest = max(sum(len(row.tokens) for row in documents) for documents in batches.heaviest())
     left_open: dict[str, Any] = {
         "micro_batch_size": None if train.micro_batch_size == "auto" else train.micro_batch_size,
         "activation_checkpointing": None if train.activation_checkpointing == "auto" else train.recomputes,
@@ -92,12 +105,13 @@ def _plan(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, batc
         row_tokens=longest,
     )
     return planner.plan_run(
-        spec.config.to_dict(),
+        model,
         replace(setting, strategy=launch.name),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
         mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens,
         mean_document_tokens=batches.mean_document_tokens,
+        attended_tokens=batches.attended_tokens,
         **left_open,
     )
 

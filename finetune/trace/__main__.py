@@ -1,36 +1,23 @@
-"""``python -m finetune.trace``: the child of ``child.trace_in_child``. JSON comes in and goes out; exit code 2 with
-``problems`` for a setting that cannot be traced."""
+"""``python -m finetune.trace``: the child of a ``Tracer``. Each line that comes in is a question, as JSON."""
 
-import contextlib
 import json
-import logging
 import os
 import sys
 import warnings
 
-from finetune.errors import InputError
-from finetune.trace.child import setting_of
 
+def main() -> None:
+    """Answer questions until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    warnings.simplefilter("ignore")
+    from finetune.trace.serving import answers_to, import_the_rest
 
-def main() -> int:
-    """Read a question, answer it."""
-    question = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print
-        warnings.simplefilter("ignore")
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-        from finetune.trace.dry_run import dry_run
-
-        try:
-            answer = dry_run(question["model"], setting_of(question["setting"]), **question["how"]).record()
-            code = 0
-        except InputError as error:
-            answer, code = {"problems": error.problems}, 2
-    json.dump(answer, sys.stdout)
-    return code
+    import_the_rest()
+    for line in sys.stdin:
+        for answer in answers_to(json.loads(line), may_trace_here=True):
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # the libraries' destructors look for the processes of the group
+    main()

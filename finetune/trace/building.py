@@ -1,16 +1,24 @@
-"""The model that the recipe would load, made of fake tensors, or of real ones for a comparison."""
+"""The pieces of the recipe that a step is made of: accelerator, model, optimizer.
+
+The model is made of fake tensors, or of real ones, with random weights.
+"""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 
+from finetune import distributed
 from finetune.compat.fake_tensors import FakeTensor, without_modes
 from finetune.config import sections
+from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import attention, quantization
 from finetune.models import loading as models
+from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
 
 
@@ -21,12 +29,45 @@ class Params4bit(FakeTensor):
         return self  # PEFT copies a layer, to read it
 
 
-def build(config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, real: bool = False) -> PreTrainedModel:
+def start(setting: Setting, strategy: distributed.Strategy) -> Accelerator:
+    """The accelerator, in a process that was launched for the strategy of the setting."""
+    return distributed.start(
+        strategy,
+        accumulation=setting.accumulation,
+        micro_batch_size=setting.micro_batch_size,
+        max_grad_norm=1.0,
+        optimizer=setting.optimizer,
+        weights=setting.weights,
+        largest_parameter=lambda: 0,
+        offload_folder=Path(),
+    )
+
+
+def optimizer_of(model: torch.nn.Module, setting: Setting, *, fused: bool) -> torch.optim.Optimizer:
+    """The optimizer, before the strategy has prepared it."""
+    return build_optimizer(
+        model,
+        name=setting.optimizer,
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        weights=setting.weights,
+        fused=fused,
+        rounding_seed=0,
+    )
+
+
+def build(
+    config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, real: bool = False, device: str = "cpu"
+) -> PreTrainedModel:
     """Model and adapter, before the strategy has prepared them.
 
     Args:
         dtype: in which the recipe loads the weights.
         real: with random weights, to compute with.
+        device: to which real weights go that are quantised.
+
+    Raises:
+        InputError: if the adapter cannot be attached.
     """
     if setting.packing:
         attention.register()
@@ -34,8 +75,12 @@ def build(config: PreTrainedConfig, setting: Setting, dtype: torch.dtype, *, rea
     with contextlib.nullcontext() if real else initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     model.tie_weights()  # which the initialisation that was left out does
+    if setting.adapter != "none":
+        targets = setting.targets if isinstance(setting.targets, str) else list(setting.targets)
+        saved, is_quantised = list(setting.modules_to_save), setting.bits is not None
+        refuse_if_any(adapters.problems(model, targets=targets, modules_to_save=saved, quantised=is_quantised))
     if setting.bits and real:
-        quantization.quantize(model, setting.bits, dtype, torch.device("cpu"))
+        quantization.quantize(model, setting.bits, dtype, torch.device(device))
     elif setting.bits:
         _quantise(model, setting.bits, dtype)
     if setting.bits:

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,85 +10,79 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeStore, FakeTensorMode, without_modes
+from finetune.compat.fake_tensors import FakeStore, QuickFakeTensorMode, without_modes
 from finetune.config.compatibility import Cell, refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
+from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError, refuse_if_any
-from finetune.models import loading as models
-from finetune.optim.optimizer import build_optimizer
 from finetune.shipped import shipped_files
-from finetune.trace.accounts import account
-from finetune.trace.building import build
-from finetune.trace.findings import Trace
-from finetune.trace.kernel_workspace import bytes_inside
+from finetune.trace import building
+from finetune.trace.anatomy import decoder_layers
+from finetune.trace.kernel_workspace import inside
 from finetune.trace.ledger import ALLOCATOR_ROUNDING, Ledger
-from finetune.trace.patches import AnyValue, answer_replicas, engines_take_fakes, libraries_take_fakes
+from finetune.trace.patches import answer_replicas, engines_take_fakes, kernels_of_a_gpu, libraries_take_fakes
 from finetune.trace.placement import Placement, placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
+from finetune.trace.work import Calls
 from finetune.training import loss, step
 
-STEPS = 2
-"""Of the optimizer: its state is made in the first."""
 ON_HOST = frozenset({"weights", "gradients", "optimizer"})
 
 
-def dry_run(
-    model: str | dict[str, Any] | PreTrainedConfig,
+def stepped(
+    config: PreTrainedConfig,
     setting: Setting,
     *,
     rank: int = 0,
     real: bool = False,
     kernels: bool = True,
     rounding: int = ALLOCATOR_ROUNDING,
-) -> Trace:
-    """Trace two optimizer steps of a model under a setting.
+    counts_work: bool = False,
+) -> Ledger:
+    """The ledger of two optimizer steps of a model under a setting.
 
     It changes the state of this process while it runs, and an engine keeps its process groups, so that a second one
-    cannot be traced: ``child.trace_in_child`` runs it in a process of its own. fp16 is traced as bf16, which has the
-    same size. Not in it: workspaces of cuBLAS and NCCL, fragmentation, the load; of 8-bit layers, the columns of
-    outliers. Under an engine, which steps within the last backward pass, weights are all that it makes beforehand:
-    masters and buffers too.
+    cannot be traced: ``serving`` runs each in a process of its own. fp16 is traced as bf16, which has the same size.
+    Not in it: workspaces of cuBLAS and NCCL, fragmentation, the load; of 8-bit layers, the columns of outliers. Under
+    an engine, which steps within the last backward pass, weights are all that it makes beforehand: masters and buffers
+    too.
 
     Args:
-        model: a configuration, as transformers or ``config.json`` have it, or the folder or hub id of one.
         rank: which of the setting's processes it is.
         real: on real tensors on the CPU, in processes that were launched for it: for a comparison, of a small model.
         kernels: count what kernels of a GPU take inside; real ones of a CPU take other memory.
         rounding: bytes to whose multiples blocks are rounded up.
+        counts_work: count the operations of the second step.
 
     Raises:
         InputError: if the setting cannot be trained, or not traced.
     """
     import peft  # noqa: F401  # not under the ledger: libraries make constants when they are imported
 
-    began = time.perf_counter()
     refuse_if_any(problems(setting, rank))
-    config = _config(model)
-    fakes = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(rounding=rounding, inside=bytes_inside if kernels else None)
+    fakes = contextlib.nullcontext() if real else QuickFakeTensorMode(allow_non_fake_inputs=True)
+    ledger = Ledger(rounding=rounding, inside=inside if kernels else None)
     place = placement_of(setting.strategy, setting.world_size)
     among_others = real and setting.world_size > 1
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_collecting_when_told())
         if not among_others:
             stack.enter_context(_launched(setting, rank))
         if not real:
             stack.enter_context(libraries_take_fakes())
+        if kernels:
+            stack.enter_context(kernels_of_a_gpu(flash=setting.flash))
         if not real and place.framework == "zero":
-            stack.enter_context(engines_take_fakes())
+            stack.enter_context(engines_take_fakes(fp16=setting.precision == "fp16"))
         accelerator, strategy = _start(setting)
-        with fakes, ledger, contextlib.nullcontext() if real else AnyValue():
-            _trace(ledger, accelerator, strategy, config, setting, place, answers_itself=not real)
+        with fakes, ledger:
+            _trace(ledger, accelerator, strategy, config, setting, place, answers_itself=not real, counts=counts_work)
         distributed.finish(accelerator, strategy, Path())
-    return account(
-        ledger,
-        logits=(setting.tokens, config.get_text_config().vocab_size),
-        on_host=ON_HOST if place.weights_on != "gpu" else frozenset(),
-        seconds=time.perf_counter() - began,
-    )
+    return ledger
 
 
 def problems(setting: Setting, rank: int) -> list[str]:
@@ -101,22 +94,22 @@ def problems(setting: Setting, rank: int) -> list[str]:
     place = placement_of(setting.strategy, setting.world_size)
     if place.framework == "zero" and place.optimizer_on != "gpu":
         found.append(
-            f"{setting.strategy} cannot be traced: without a GPU, its engine puts everything into host memory; take "
-            "the closed form, or trace the strategy without offload."
+            f"{setting.strategy} cannot be traced: without a GPU, its engine puts everything into host memory; trace "
+            "the strategy without offload."
         )
     return [sentence for sentence in found if sentence]
 
 
-def _config(model: str | dict[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
-    if isinstance(model, PreTrainedConfig):
-        return model
-    if isinstance(model, str):
-        return models.load_config(model, revision=None, trust_remote_code=False)
-    fields = {key: value for key, value in model.items() if key != "model_type"}
+@contextlib.contextmanager
+def _collecting_when_told() -> Iterator[None]:
+    """Without Python's own times for collecting garbage, which would decide what a cycle of objects still holds."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
-        return AutoConfig.for_model(model["model_type"], **fields)
-    except (KeyError, ValueError) as error:
-        raise InputError(f"The configuration is of no model that transformers knows ({error}).") from error
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -126,7 +119,8 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{setting.strategy}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    if several := setting.world_size > 1:
+    is_distributed = placement_of(setting.strategy, setting.world_size).framework != "plain"
+    if is_distributed:
         place = {"RANK": rank, "WORLD_SIZE": setting.world_size}
         local = {f"LOCAL_{name}": number for name, number in place.items()}
         os.environ.update({name: str(number) for name, number in (place | local).items()})
@@ -135,7 +129,7 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if several and dist.is_initialized():
+        if is_distributed and dist.is_initialized():
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
@@ -145,16 +139,7 @@ def _start(setting: Setting) -> tuple[Any, distributed.Strategy]:
     strategy = distributed.Strategy.from_environment()
     if not strategy.rehearsal:
         raise InputError("A dry run computes on the CPU; hide the GPUs of this process: CUDA_VISIBLE_DEVICES=''.")
-    accelerator = distributed.start(
-        strategy,
-        accumulation=setting.accumulation,
-        micro_batch_size=setting.micro_batch_size,
-        max_grad_norm=1.0,
-        optimizer=setting.optimizer,
-        weights=setting.weights,
-        largest_parameter=lambda: 0,
-        offload_folder=Path(),
-    )
+    accelerator = building.start(setting, strategy)
     accelerator.device_placement = False  # everything is where it belongs
     return accelerator, strategy
 
@@ -168,20 +153,15 @@ def _trace(
     place: Placement,
     *,
     answers_itself: bool,
+    counts: bool,
 ) -> None:
     dtype = distributed.compute_dtype(strategy, setting.weights)
     # by every process: how weights come to their places is not traced, and the other processes send none
     with distributed.loading(accelerator, strategy, whole=True, by_every_process=True):
-        model: Any = build(config, setting, dtype, real=not answers_itself)
-    optimizer = build_optimizer(
-        model,
-        name=setting.optimizer,
-        learning_rate=1e-4,
-        weight_decay=0.0,
-        weights=setting.weights,
-        fused=True,  # as on a GPU
-        rounding_seed=0,
-    )
+        model: Any = building.build(config, setting, dtype, real=not answers_itself)
+    ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
+    optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
+    ledger.built = ledger.events
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
@@ -191,21 +171,71 @@ def _trace(
     micro_batch = next_tokens, inputs = _micro_batch(setting)
     gc.collect()
     ledger.tell([next_tokens, *(each for each in inputs.values() if isinstance(each, torch.Tensor))], "activations")
+    _tell_layers(ledger, model, config.get_text_config().num_hidden_layers)
     model.register_forward_hook(lambda *_: ledger.begin("loss"))
+    if engine := engine_of(model):  # which steps within the last backward pass
+        update = engine.step
+
+        def stepping() -> None:
+            ledger.begin("step")
+            update()
+
+        engine.step = stepping
 
     def loss_sum(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
-        ledger.begin("forward")
         summed = loss.next_token_loss_sum(model, micro_batch)
         ledger.begin("backward")
         return summed
 
-    for _ in range(STEPS):
+    # the optimizer's state is made in the first step, for which one micro-batch will do
+    for is_last, micro_batches in ((False, 1), (True, setting.accumulation)):
+        accelerator.gradient_accumulation_steps, accelerator.step = micro_batches, 0
+        ledger.calls = Calls() if counts and is_last else None
         ledger.tell([*model.parameters(), *model.buffers()], "weights")  # again: the first use may lay shards out anew
-        for _ in range(setting.accumulation):
+        _tell_engine(ledger, model)
+        for place_in_step in range(micro_batches):
+            gc.collect()
+            ledger.begin("forward", micro_batch=place_in_step)
             step.backward(accelerator, model, loss_sum, micro_batch, divide_by=setting.tokens)
             ledger.tell([p.grad for p in model.parameters() if p.grad is not None], "gradients")
-        ledger.begin("step")
+        if ledger.phase != "step":
+            ledger.begin("step")
         step.step_if_finite(accelerator, model, optimizer, 1.0)
+
+
+def _tell_engine(ledger: Ledger, model: torch.nn.Module) -> None:
+    """What an engine keeps, beside the model's parameters."""
+    if engine := engine_of(model):
+        from finetune.compat.traced_engine import held_by
+
+        for category, tensors in held_by(engine).items():
+            ledger.tell(tensors, category)
+
+
+def _tell_layers(ledger: Ledger, model: torch.nn.Module, layers: int) -> None:
+    """Have the ledger know when each layer's forward and backward pass begins."""
+    every = decoder_layers(model, layers)
+
+    def begins(place: int | None) -> None:
+        if ledger.phase == "forward":  # else it is recomputed
+            ledger.begin("forward", place)
+
+    def left(place: int, output: Any) -> None:
+        begins(place + 1 if place + 1 < layers else None)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if ledger.phase == "forward" and hidden.requires_grad:
+            hidden.register_hook(lambda _: ledger.begin("backward", place))
+
+    def entered(hidden: torch.Tensor) -> None:
+        begins(0)
+        if ledger.phase == "forward" and hidden.requires_grad and not hidden.is_leaf:
+            hidden.register_hook(lambda _: ledger.begin("backward"))
+
+    every[0].register_forward_pre_hook(
+        lambda module, args, kwargs: entered(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    for place, layer in enumerate(every):
+        layer.register_forward_hook(lambda module, args, output, place=place: left(place, output))
 
 
 def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -8,6 +8,7 @@ on the way, so that a block's purpose may be told after its end.)
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from finetune.compat.fake_tensors import TorchDispatchMode, operation_name, storage_key, tree_leaves
+from finetune.compat.fake_tensors import (
+    DispatchMode,
+    FakeTensor,
+    asks_for_the_device,
+    operation_name,
+    reads_a_value,
+    storage_key,
+    tree_leaves,
+)
+from finetune.trace.kernel_workspace import Workspace
 from finetune.trace.patches import storages_tell_their_size
+from finetune.trace.work import Calls
 
 ALLOCATOR_ROUNDING = 512
 """CUDA's caching allocator hands out multiples of it (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.cpp)."""
@@ -29,10 +40,16 @@ class Block:
     """Memory from its birth to its death, in events: each birth and each death is one."""
 
     bytes: int
+    """As the allocator hands it out."""
     born: int
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    exact: int = 0
+    """Bytes before they are rounded up."""
+    padding: int = 0
+    """Bytes beside them, of a kernel that pads ``documents`` documents."""
+    documents: int = 0
     died: int | None = None
     category: str | None = None
     """What it is for, where that was told."""
@@ -50,28 +67,46 @@ class Segment:
 
     phase: str
     start: int
+    micro_batch: int = 0
+    """Of the optimizer step; 0 is the first."""
+    layer: int | None = None
+    """The decoder layer that is computed; None before, between and after them."""
 
 
 @dataclass(eq=False)
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Counts while it is active. Enter it after ``FakeTensorMode``, so that it sees what operations return."""
 
     rounding: int = ALLOCATOR_ROUNDING
     """Bytes; 1 counts exactly."""
-    inside: Callable[[str, Any, Any], int] | None = None
-    """Bytes that a kernel takes for itself, told the operation's name, its arguments and what it returned."""
+    inside: Callable[[str, Any, Any], Workspace] | None = None
+    """What a kernel takes for itself, told the operation's name, its arguments and what it returned."""
     blocks: list[Block] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     events: int = 0
+    trained: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Shapes of the trained weights, as the strategy found them."""
+    calls: Calls | None = None
+    """Where operations are counted; None while they are not."""
 
     def __post_init__(self) -> None:
         super().__init__()
         self.live: dict[int, Block] = {}
+        self.built = 0
+        """The last event of building model and optimizer. What is made from there to the first phase, and nothing else,
+        are the strategy's buffers."""
         self.deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def begin(self, phase: str) -> None:
-        """From here on another phase."""
-        self.segments.append(Segment(phase, self.events + 1))
+    def begin(self, phase: str, layer: int | None = None, *, micro_batch: int | None = None) -> None:
+        """From here on another phase, layer, or (if it is given) micro-batch."""
+        before = self.segments[-1].micro_batch if self.segments else 0
+        now = before if micro_batch is None else micro_batch
+        self.segments.append(Segment(phase, self.events + 1, now, layer))
+
+    @property
+    def phase(self) -> str:
+        """The phase that is going on."""
+        return self.segments[-1].phase if self.segments else "before"
 
     def tell(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """What these tensors' memory is for, of those that are counted."""
@@ -90,6 +125,11 @@ class Ledger(TorchDispatchMode):
         self.listening.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], FakeTensor):
+            if asks_for_the_device(func):
+                return args[0].fake_device
+            if reads_a_value(func):
+                return _any_value(args[0])
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back for the local tensors
         returned = func(*args, **(kwargs or {}))
@@ -104,32 +144,38 @@ class Ledger(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs, returned)):
                 if isinstance(tensor, torch.Tensor) and (known := self.live.get(_key(tensor))):
                     known.travels = True
-        if self.inside and (taken := self.inside(name, args, returned)):
-            self._free(self._take(Block(taken, 0, name, (), torch.uint8, category="kernels")))
+        if self.calls is not None:
+            self.calls.add(self.phase, name, func, args, kwargs, returned)
+        if self.inside and (taken := self.inside(name, args, returned)).bytes:
+            own = Block(taken.total, 0, name, (), torch.uint8, taken.bytes, category="kernels")
+            own.padding, own.documents = taken.padding, taken.documents
+            self._free(self._take(own))
         return returned
 
     def _meet(self, tensor: torch.Tensor, operation: str) -> Block:
         storage = tensor.untyped_storage()
-        key, size = storage_key(storage), self._rounded(storage.nbytes())
+        key, size = storage_key(storage), storage.nbytes()
         known = self.live.get(key)
         if known is None:
-            known = self.live[key] = self._take(Block(size, 0, operation, tuple(tensor.shape), tensor.dtype))
+            block = Block(self._rounded(size), 0, operation, tuple(tensor.shape), tensor.dtype, size)
+            known = self.live[key] = self._take(block)
             self.deaths[key] = weakref.ref(storage, lambda _: self._dies(key))
-        elif known.bytes != size:
+        elif known.exact != size:
             known = self._resize(key, size)
         return known
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
         if key in self.live:
-            self._resize(key, self._rounded(storage.nbytes())).travels = True
+            self._resize(key, storage.nbytes()).travels = True
 
     def _resize(self, key: int, size: int) -> Block:
         old = self.live[key]
-        if old.bytes == size:
+        if old.exact == size:
             return old
         self._free(old)
-        new = Block(size, 0, old.operation, old.shape, old.dtype, category=old.category, travels=old.travels)
+        new = Block(self._rounded(size), 0, old.operation, old.shape, old.dtype, size)
+        new.category, new.travels = old.category, old.travels
         self.live[key] = self._take(new)
         return new
 
@@ -149,6 +195,12 @@ class Ledger(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding
+
+
+def _any_value(tensor: torch.Tensor) -> float | bool:
+    """What the host reads off a fake tensor, which has no value: a finite norm, and no for an answer, as to whether
+    gradients overflowed."""
+    return 1.0 if tensor.is_floating_point() else tensor.dtype not in (torch.bool, torch.uint8)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetune.compat import fake_tensors
 from finetune.compat.fake_tensors import (
     Change,
-    FakeTensor,
-    TorchDispatchMode,
     answer_replicas,
-    reads_a_value,
     without_modes,
 )
 
-__all__ = ["AnyValue", "answer_replicas", "engines_take_fakes", "libraries_take_fakes", "storages_tell_their_size"]
+__all__ = [
+    "answer_replicas",
+    "engines_take_fakes",
+    "kernels_of_a_gpu",
+    "libraries_take_fakes",
+    "storages_tell_their_size",
+]
 
 
 @contextlib.contextmanager
@@ -54,16 +59,6 @@ def storages_tell_their_size(tell: Callable[[torch.UntypedStorage], None]) -> co
     return _replaced((torch.UntypedStorage, "resize_", resize_))
 
 
-class AnyValue(TorchDispatchMode):
-    """What the host reads off a fake tensor: a finite norm, and no for an answer, as to whether gradients overflowed.
-    Not a patch; a fake tensor has no value to read."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_a_value(func) and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else args[0].dtype not in (torch.bool, torch.uint8)
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def libraries_take_fakes() -> Iterator[None]:
     """Everything that each library needs while a model is built, prepared and trained on fake tensors."""
@@ -83,11 +78,32 @@ def libraries_take_fakes() -> Iterator[None]:
         yield
 
 
-def engines_take_fakes() -> contextlib.AbstractContextManager[None]:
-    """For DeepSpeed's engine, where it is installed."""
-    from finetune.compat import deepspeed_private
+def engines_take_fakes(*, fp16: bool) -> contextlib.AbstractContextManager[None]:
+    """For DeepSpeed's engine, where it is installed; its operations are not called, and need not be compiled."""
+    from finetune.compat import traced_engine
+    from finetune.distributed import deepspeed_ops
 
-    return _replaced(*deepspeed_private.fake_tensor_changes())
+    return _replaced(*traced_engine.fake_tensor_changes(fp16=fp16), (deepspeed_ops, "build", lambda **_: None))
+
+
+def kernels_of_a_gpu(*, flash: bool) -> contextlib.AbstractContextManager[None]:
+    """Attention as PyTorch computes it on a GPU. Of its kernels only flash attention takes grouped queries as they are,
+    and only in 16 bits, on Ampere and later; else its composite of products and a softmax keeps the scores, in fp32
+    (``can_use_mem_efficient_attention`` in PyTorch 2.13's native/transformers/cuda/sdp_utils.cpp).
+
+    Args:
+        flash: whether the GPU has flash attention.
+    """
+    original: Any = functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *others: Any, enable_gqa: bool = False, **known: Any) -> Any:
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        keeps_scores = enable_gqa and not (flash and dtype in (torch.bfloat16, torch.float16))
+        with sdpa_kernel(SDPBackend.MATH) if keeps_scores else contextlib.nullcontext():
+            return original(query, *others, enable_gqa=enable_gqa, **known)
+
+    return _replaced((functional, "scaled_dot_product_attention", attention))
 
 
 def _in_one_kernel(

@@ -68,6 +68,15 @@ def placement_of(strategy: str, world_size: int) -> Placement:
     }[strategy]
 
 
+def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
+    """The strategy that is traced in place of another, and its processes.
+
+    ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
+    gathers of other processes it fetches from the host then, also where there is one process alone.
+    """
+    return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
+
+
 def world_sizes_problem(strategy: str, world_size: int) -> str | None:
     """Why a strategy cannot run on so many GPUs, as a sentence; None if it can."""
     if strategy == "single" and world_size > 1:

@@ -1,6 +1,8 @@
 """One way to train, as the planner sees it: everything that decides memory and time, but for model and hardware."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from finetune.config import sections
 
@@ -37,10 +39,20 @@ class Setting:
     packing: bool = False
     accumulation: int = 1
     """Micro-batches of one process in an optimizer step."""
+    flash: bool = True
+    """Whether the GPU has flash attention. Without it grouped queries keep scores (``patches.kernels_of_a_gpu``)."""
 
     @classmethod
     def of(
-        cls, cfg: sections.Run, *, adapter: str, bits: int | None, world_size: int, precision: str, row_tokens: int
+        cls,
+        cfg: sections.Run,
+        *,
+        adapter: str,
+        bits: int | None,
+        world_size: int,
+        precision: str,
+        row_tokens: int,
+        flash: bool = True,
     ) -> "Setting":
         """A configuration's, under the strategy ``single`` and with micro-batches of one row, until they are chosen.
 
@@ -48,6 +60,7 @@ class Setting:
             adapter, bits: those of the configuration, or others to compare it with.
             precision: the launch's mixed precision.
             row_tokens: of the longest row.
+            flash: whether the GPU has flash attention.
         """
         targets, train = cfg.adapter.targets, cfg.train
         return cls(
@@ -63,9 +76,16 @@ class Setting:
             precision=precision,
             row_tokens=row_tokens,
             packing=cfg.data.packing,
+            flash=flash,
         )
 
     @property
     def tokens(self) -> int:
         """Positions of a micro-batch."""
         return self.micro_batch_size * self.row_tokens
+
+
+def setting_of(fields: Mapping[str, Any]) -> Setting:
+    """The setting of a record that was JSON, in which tuples are lists."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return Setting(**values)

@@ -1,0 +1,174 @@
+"""The memory that a setting needs: of a GPU at the peak of its step, of the host, and of one checkpoint.
+
+The step is traced (``trace.tracer``); here its spans become one peak. Host memory and checkpoints are arithmetic on
+the model's sizes. What PyTorch's allocator counts as allocated (``torch.cuda.max_memory_allocated``) is the peak;
+``needed_bytes`` adds what a GPU needs beside it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from finetune.planner.optimizer_state import Trained, state_tensors
+from finetune.trace.layers import Anatomy
+from finetune.trace.placement import Placement, placement_of
+from finetune.trace.powers import MicroBatch
+from finetune.trace.setting import Setting
+from finetune.trace.shallow import Moment, Step
+from finetune.units import MIB
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathered", "workspace")
+PART_OF = {
+    "weights": "weights",
+    "weight_copies": "activations",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "temporaries": "activations",
+    "logits": "loss",
+    "gathered": "gathered",
+    "kernels": "workspace",
+}
+"""Parts by the categories of a trace."""
+CUBLAS_BYTES = {True: 2 * 32 * MIB, False: 2 * 8 * MIB}
+"""Workspaces of matrix products on Hopper and later, and before, for the threads of forward and backward (PyTorch's
+``getChosenWorkspaceSize``)."""
+CONTEXT_BYTES = 600 * MIB
+"""CUDA's context and loaded kernels: assumed, they lie outside of PyTorch's allocator."""
+COMMUNICATION_BYTES = 1024 * MIB
+"""NCCL's buffers, where there are several GPUs: assumed."""
+FRAGMENTATION = 0.03
+"""Share of the peak that the allocator reserves beyond it: assumed, and less with expandable segments."""
+SWAP_BUFFERS = {"weights": 5, "optimizer": 4}
+"""Pinned buffers of ZeRO's swap to disk (offload_config.py of the engine)."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one GPU when most are held."""
+
+    parts: dict[str, int]
+    """By ``PARTS``."""
+    phases: dict[str, int]
+    """Peak of forward, loss, backward and step."""
+    course: tuple[tuple[str, int], ...]
+    """Phase and bytes over the step, for a picture."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def micro_batch_of(setting: Setting, mean_document_tokens: float) -> MicroBatch:
+    """The micro-batch of a setting, with the documents of its rows where they are packed."""
+    documents = setting.tokens / mean_document_tokens if setting.packing else 0.0
+    return MicroBatch(setting.micro_batch_size, setting.row_tokens, documents)
+
+
+def step_memory(
+    step: Step, setting: Setting, *, mean_document_tokens: float, large_workspaces: bool = True
+) -> StepMemory:
+    """The second optimizer step of a run on the first of its processes.
+
+    Args:
+        step: of ``Model.step``.
+        large_workspaces: of matrix products, as on Hopper and later.
+    """
+    place = placement_of(setting.strategy, setting.world_size)
+    micro_batch = micro_batch_of(setting, mean_document_tokens)
+    beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
+    every = step.moments(micro_batch, accumulation=setting.accumulation)
+    moments = [(each.phase, _parts(each, place, beside)) for each in every]
+    phases: dict[str, float] = {}
+    for phase, parts in moments:
+        phases[phase] = max(phases.get(phase, 0.0), sum(parts.values()))
+    highest = max((parts for _, parts in moments), key=lambda parts: sum(parts.values()))
+    return StepMemory(
+        parts={name: round(highest.get(name, 0.0)) for name in PARTS},
+        phases={phase: round(size) for phase, size in phases.items()},
+        course=tuple(
+            (each.phase, round(sum(_parts(each, place, beside).values()))) for each in step.course(micro_batch)
+        ),
+    )
+
+
+def _parts(moment: Moment, place: Placement, beside: Mapping[str, float]) -> dict[str, float]:
+    is_offloaded = place.framework == "zero" and place.optimizer_on != "gpu"
+    found = dict(beside)
+    for category, size in moment.categories.items():
+        if not (is_offloaded and category in ("weights", "gradients", "optimizer")):
+            part = PART_OF.get(category, "activations")  # with what a picture lifts a shallow step by
+            found[part] = found.get(part, 0.0) + size
+    return found
+
+
+def needed_bytes(memory: StepMemory, setting: Setting) -> int:
+    """What a GPU must have for a peak: with fragmentation, CUDA's context, and the buffers of collectives."""
+    communication = COMMUNICATION_BYTES if setting.world_size > 1 else 0
+    return round(memory.peak * (1 + FRAGMENTATION)) + CONTEXT_BYTES + communication
+
+
+def trained_weights(step: Step, setting: Setting) -> list[tuple[Trained, int]]:
+    """Each kind of trained weight, whole, and how many there are of it."""
+    width = 2 if setting.weights == "bf16" else 4
+    return [
+        (Trained(math.prod(shape), shape[0] if len(shape) > 1 else 1, width), count)
+        for shape, count in step.trained().items()
+    ]
+
+
+def checkpoint_bytes(step: Step, setting: Setting) -> int:
+    """Of one checkpoint on disk, of all processes: each trained weight and the optimizer's state for it."""
+    optimizer = setting.optimizer.removeprefix("paged_")
+    return math.ceil(
+        sum(
+            count * (one.width * one.elements + sum(state_tensors(optimizer, setting.weights, one)))
+            for one, count in trained_weights(step, setting)
+        )
+    )
+
+
+def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
+    """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
+
+    Every process reads the whole model in the precision of computation, under a strategy that gathers no layers; where
+    weights are sharded one process reads and the others receive (FSDP2), or each keeps its partitions (ZeRO-3).
+    Quantised weights go to the GPU one by one; under FSDP2 each process may quantise into host memory first
+    (``distributed.weight_loading``). Offloaded shards come to lie beside the weights that were read, which Accelerate
+    1.15 keeps until the last is made (``original_sd`` of ``fsdp2_prepare_model``).
+    """
+    place = placement_of(setting.strategy, setting.world_size)
+    compute = 4 if setting.precision == "no" and setting.weights != "bf16" else 2
+    model = compute * anatomy.parameters
+    shared = place.framework == "fully_shard" or place.zero_stage == 3
+    loading: float = model if shared else model * processes_of_machine
+    if setting.bits is not None:
+        quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters
+        largest = compute * anatomy.largest_parameter
+        loading = (quantised if place.framework == "fully_shard" else largest) * processes_of_machine
+    if place.optimizer_on == "gpu":
+        return math.ceil(loading)
+    if place.framework == "zero":
+        return math.ceil(max(loading, _held_by_zero(step, anatomy, setting, place) * processes_of_machine))
+    shards = step.on_host("weights") * processes_of_machine
+    return math.ceil(max(loading + shards, step.on_host() * processes_of_machine))
+
+
+def _held_by_zero(step: Step, anatomy: Anatomy, setting: Setting, place: Placement) -> float:
+    """Of one process under ZeRO-3's offload (DeepSpeed 0.19.8, runtime/zero/stage3.py).
+
+    In host memory: its share of weights, masters, optimizer state, and of the gradients, which lie there twice:
+    accumulated (line 791), and as those of the masters (1337). On disk all but the accumulated gradients, and buffers
+    as large as the largest that passes through them (swap_tensor/optimizer_utils.py).
+    """
+    width = 4 if setting.precision == "no" else 2
+    kept = 2 if setting.weights == "bf16" else 4
+    kinds = trained_weights(step, setting)
+    trained = sum(count * one.elements for one, count in kinds) / place.optimizer_shards
+    if place.optimizer_on == "disk":
+        swapped = width * SWAP_BUFFERS["weights"] * anatomy.largest_parameter
+        return kept * trained + swapped + kept * SWAP_BUFFERS["optimizer"] * min(trained, 1e9)
+    state = sum(count * sum(state_tensors(setting.optimizer, setting.weights, one)) for one, count in kinds)
+    frozen = anatomy.parameters - (trained * place.optimizer_shards if setting.adapter == "none" else 0)
+    weights = trained + frozen / place.weight_shards
+    return width * weights + 3 * kept * trained + state / place.optimizer_shards

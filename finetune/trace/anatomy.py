@@ -1,0 +1,75 @@
+"""What a trace must know of a model before it: its sizes, and which of its layers are alike."""
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.errors import InputError
+from finetune.trace.layers import Anatomy, repetition
+
+OF_A_PLACE = {"layer_idx", "layer_index", "training"}
+"""Attributes of modules that tell where a layer stands, and not what it is."""
+
+
+def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
+    """Look at a model without weights.
+
+    Raises:
+        InputError: if it has no list of decoder layers.
+    """
+    text = config.get_text_config()
+    layers = decoder_layers(skeleton, text.num_hidden_layers)
+    lead, period = repetition([_kind(layer) for layer in layers])
+    head = skeleton.get_output_embeddings()
+    every = dict(skeleton.named_parameters())
+    linear = [module.weight for module in skeleton.modules() if type(module) is torch.nn.Linear and module is not head]
+    total = sum(each.numel() for each in every.values())
+    return Anatomy(
+        parameters=total,
+        active_parameters=total - _idle(text, every),
+        linear_parameters=sum(each.numel() for each in linear),
+        largest_parameter=max(each.numel() for each in every.values()),
+        dimensions=tuple(sorted({size for each in every.values() for size in each.shape})),
+        layers=text.num_hidden_layers,
+        lead=lead,
+        period=period,
+        positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
+    """A model's decoder layers: the first list of so many modules in it.
+
+    Raises:
+        InputError: if there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
+            return module
+    raise InputError(f"The model has no list of {layers} layers, so its step cannot be traced layer by layer.")
+
+
+def _kind(layer: torch.nn.Module) -> object:
+    """What tells a layer from others: its modules, their shapes, and their settings."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((key, tuple(each.shape)) for key, each in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, int | float | str | None) and key not in OF_A_PLACE
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _idle(text: PreTrainedConfig, parameters: dict[str, torch.nn.Parameter]) -> int:
+    """Elements of experts that a token does not meet."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not experts or not chosen:
+        return 0
+    stacked = sum(each.numel() for each in parameters.values() if each.ndim == 3 and each.shape[0] == experts)
+    return stacked * (experts - chosen) // experts

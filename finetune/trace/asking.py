@@ -1,0 +1,68 @@
+"""Who answers a tracer's questions: forks of this process, or a child that imports PyTorch once."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.errors import RunStopped
+from finetune.trace.child import environment_of_child
+
+
+class Child:
+    """``python -m finetune.trace``, which ends with its standard input. It takes seconds to start; nobody waits for it
+    before it is asked."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "finetune.trace"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment_of_child({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+            text=True,
+        )
+
+    def answers(self, question: Mapping[str, Any], several: int) -> Iterator[Any]:
+        """So many answers.
+
+        Raises:
+            RunStopped: if the child ended before the last of them.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no line to read either
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+        for _ in range(several):
+            line = self.process.stdout.readline()
+            if not line:
+                raise RunStopped(f"The process that traces the model ended with exit code {self.process.wait()}.")
+            yield json.loads(line)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.communicate()
+
+
+_waiting: list[Child] = []
+"""Started by ``get_ready``, and not asked yet."""
+
+
+def get_ready() -> None:
+    """Start a child for the next tracer, where it will need one: while it starts, a run reads its data."""
+    if not _waiting and not can_fork():
+        _waiting.append(Child())
+
+
+def take_child() -> Child:
+    """The one that is ready, or another."""
+    return _waiting.pop() if _waiting else Child()
+
+
+def can_fork() -> bool:
+    """Whether this process can be forked for each trace: it has imported PyTorch, and CUDA, which does not survive a
+    fork, is not here."""
+    torch = sys.modules.get("torch")
+    return torch is not None and not torch.cuda.is_available()

@@ -1,0 +1,280 @@
+"""What traces of few layers tell of a whole model: its step as a function of the micro-batch. Pure arithmetic.
+
+Of a model whose layers are alike, each span of the step (the forward pass of the first layer, say, or the backward
+pass of the last but one) holds so many bytes more with every further layer. Two traces, of 3 and 4 layers, give both
+the number and the increase. Of 32 layers, the spans of those in the middle lie on a straight line between spans that
+are known, so that none of them holds more than both its ends.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from finetune.trace.powers import MicroBatch, Power
+
+Held = dict[tuple[str, Power], float]
+"""Bytes by what they are for (``accounts.CATEGORIES``), and how they grow."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the step."""
+
+    phase: str
+    micro_batch: int
+    layer: int | None
+    """The decoder layer that is computed in it; None before and after them."""
+    moments: tuple[Held, ...]
+    """Those that matter, in the order in which they came."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Operations of a kind."""
+
+    phase: str
+    kind: str
+    """product (a matrix product), attention, or moved (everything else)."""
+    name: str
+    width: int
+    """Bytes of an element of the first operand."""
+    flops: dict[Power, float]
+    bytes: dict[Power, float]
+    """Read and written."""
+    calls: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of a kind."""
+
+    phase: str
+    name: str
+    members: int
+    """Processes of the group."""
+    bytes: dict[Power, float]
+    """Of each: of the larger of what goes in and what comes out."""
+    calls: float
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A step of a model with so many layers, as a function of the micro-batch."""
+
+    layers: int
+    trained: dict[tuple[int, ...], int]
+    """Shapes of the trained weights, whole, and how many there are of each."""
+    spans: tuple[Span, ...]
+    on_host: Held
+    """Weights, gradients and optimizer state that the strategy keeps in host memory."""
+    kernels: tuple[Kernel, ...]
+    sent: tuple[Sent, ...]
+
+
+Counted = TypeVar("Counted", Kernel, Sent)
+Place = tuple[str, int, str, int]
+"""Of a span: phase, micro-batch, and its layer counted from the start or from the end, or which one it is of the spans
+without a layer."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at one moment, by what they are for."""
+
+    phase: str
+    categories: dict[str, float]
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.categories.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a whole model."""
+
+    layers: int
+    low: Depth
+    high: Depth
+    """The same as ``low`` where all layers were traced."""
+    reach: int = 1
+    """Layers from an end within which a span is unlike those in the middle: ZeRO-3 keeps several layers gathered."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times the increase from one depth to the other lies between the lower one and the model."""
+        more = self.high.layers - self.low.layers
+        return (self.layers - self.low.layers) / more if more else 0.0
+
+    @property
+    def _shared(self) -> int:
+        """Layers from either end that mean the same in both depths: what lies within reach of the other end as well
+        does not."""
+        return self.low.layers - (self.reach if self.high is not self.low else 0)
+
+    @property
+    def micro_batches(self) -> int:
+        """That were traced."""
+        return 1 + max(span.micro_batch for span in self.low.spans)
+
+    def moments(self, micro_batch: MicroBatch, *, accumulation: int = 2) -> Iterator[Moment]:
+        """The highest moment of each span.
+
+        Args:
+            accumulation: micro-batches of the step; of more than two, those after the first are alike.
+        """
+        shared = self._shared
+        low, high = (_highest(depth, shared, micro_batch) for depth in (self.low, self.high))
+        for place in low.keys() & high.keys():
+            if place[1] >= accumulation and place[0] != "step":
+                continue  # of a later micro-batch
+            yield Moment(place[0], _between(low[place], high[place], self.ratio))
+
+    def course(self, micro_batch: MicroBatch) -> Iterator[Moment]:
+        """Moments of the lower depth's step in their order, as they are in the whole model: for a picture."""
+        lifts = {}
+        shared = self._shared
+        low, high = (_highest(depth, shared, micro_batch) for depth in (self.low, self.high))
+        for place in low.keys() & high.keys():
+            lifts[place] = (sum(high[place].values()) - sum(low[place].values())) * self.ratio
+        for span, places in _placed(self.low, shared):
+            lift = next((lifts[place] for place in places if place in lifts), 0.0)
+            for held in span.moments:
+                yield Moment(span.phase, by_category(held, micro_batch) | {"": lift})
+
+    def trained(self) -> dict[tuple[int, ...], int]:
+        """Shapes of the trained weights, whole, and how many there are of each."""
+        found = {}
+        for shape in self.low.trained.keys() | self.high.trained.keys():
+            few, many = (depth.trained.get(shape, 0) for depth in (self.low, self.high))
+            found[shape] = round(few + (many - few) * self.ratio)
+        return found
+
+    def on_host(self, *categories: str) -> float:
+        """Bytes of weights, gradients and optimizer state in host memory, or of some of them alone."""
+        sizes = [
+            sum(size for (category, _), size in depth.on_host.items() if not categories or category in categories)
+            for depth in (self.low, self.high)
+        ]
+        return sizes[0] + (sizes[1] - sizes[0]) * self.ratio
+
+    @cached_property
+    def kernels(self) -> list[Kernel]:
+        """All operations."""
+        return self._counted(self.low.kernels, self.high.kernels)
+
+    @cached_property
+    def sent(self) -> list[Sent]:
+        """All collectives."""
+        return self._counted(self.low.sent, self.high.sent)
+
+    def _counted(self, low: Sequence[Counted], high: Sequence[Counted]) -> list[Counted]:
+        """Operations on other shapes may be of the same kind, and are one then."""
+        found: dict[str, Counted] = {}
+        for sign, depth in ((1 - self.ratio, low), (self.ratio, high)):
+            for each in depth:
+                kind = str(replace(each, calls=0.0))
+                calls = found[kind].calls if kind in found else 0.0
+                found[kind] = replace(each, calls=calls + sign * each.calls)
+        return list(found.values())
+
+
+def _highest(depth: Depth, shared: int, micro_batch: MicroBatch) -> dict[Place, dict[str, float]]:
+    """The highest moment of each span that two depths have in common, by category.
+
+    Args:
+        shared: layers from either end that mean the same in both.
+    """
+    products: dict[Power, float] = {}
+    found: dict[Place, tuple[float, Held]] = {}
+    for span, places in _placed(depth, shared):
+        for held in span.moments:
+            total = 0.0
+            for (_, power), size in held.items():
+                if power not in products:
+                    products[power] = micro_batch.product(power)
+                total += size * products[power]
+            for place in places:
+                if place not in found or total > found[place][0]:
+                    found[place] = (total, held)
+    return {place: by_category(held, micro_batch) for place, (_, held) in found.items()}
+
+
+def _placed(depth: Depth, shared: int) -> Iterator[tuple[Span, list[Place]]]:
+    """Each span, and its places."""
+    ordinals: dict[tuple[str, int], int] = {}
+    for span in depth.spans:
+        phase = span.phase, span.micro_batch
+        if span.layer is None:
+            ordinals[phase] = ordinals.get(phase, -1) + 1
+            yield span, [(*phase, "apart", ordinals[phase])]
+        else:
+            ends = (("start", span.layer), ("end", depth.layers - 1 - span.layer))
+            yield span, [(*phase, *end) for end in ends if end[1] < shared]
+
+
+def by_category(held: Held, micro_batch: MicroBatch) -> dict[str, float]:
+    """Bytes by what they are for."""
+    found: dict[str, float] = {}
+    for (category, power), size in held.items():
+        found[category] = found.get(category, 0.0) + size * micro_batch.product(power)
+    return found
+
+
+def _between(low: Mapping[str, float], high: Mapping[str, float], ratio: float) -> dict[str, float]:
+    return {
+        name: low.get(name, 0.0) + (high.get(name, 0.0) - low.get(name, 0.0)) * ratio
+        for name in low.keys() | high.keys()
+    }
+
+
+def record_of(depth: Depth) -> dict[str, Any]:
+    """As JSON holds it."""
+    return {
+        "layers": depth.layers,
+        "trained": [[list(shape), count] for shape, count in depth.trained.items()],
+        "spans": [
+            [span.phase, span.micro_batch, span.layer, [_rows(held) for held in span.moments]] for span in depth.spans
+        ],
+        "on_host": _rows(depth.on_host),
+        "kernels": [
+            [each.phase, each.kind, each.name, each.width, _pairs(each.flops), _pairs(each.bytes), each.calls]
+            for each in depth.kernels
+        ],
+        "sent": [[each.phase, each.name, each.members, _pairs(each.bytes), each.calls] for each in depth.sent],
+    }
+
+
+def depth_of(record: Mapping[str, Any]) -> Depth:
+    """The depth of a record that was JSON."""
+    return Depth(
+        layers=record["layers"],
+        trained={tuple(shape): count for shape, count in record["trained"]},
+        spans=tuple(
+            Span(phase, micro_batch, layer, tuple(_held(rows) for rows in moments))
+            for phase, micro_batch, layer, moments in record["spans"]
+        ),
+        on_host=_held(record["on_host"]),
+        kernels=tuple(
+            Kernel(phase, kind, name, width, _size(flops), _size(moved), calls)
+            for phase, kind, name, width, flops, moved, calls in record["kernels"]
+        ),
+        sent=tuple(Sent(phase, name, n, _size(sizes), calls) for phase, name, n, sizes, calls in record["sent"]),
+    )
+
+
+def _rows(held: Held) -> list[list[Any]]:
+    return [[category, *power, size] for (category, power), size in held.items()]
+
+
+def _held(rows: list[list[Any]]) -> Held:
+    return {(category, (rows_, tokens, documents)): size for category, rows_, tokens, documents, size in rows}
+
+
+def _pairs(size: Mapping[Power, float]) -> list[list[float]]:
+    return [[*power, coefficient] for power, coefficient in size.items()]
+
+
+def _size(pairs: list[list[Any]]) -> dict[Power, float]:
+    return {(rows, tokens, documents): coefficient for rows, tokens, documents, coefficient in pairs}

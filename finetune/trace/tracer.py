@@ -1,0 +1,281 @@
+"""Steps of a model under many settings, each traced once, and remembered.
+
+Traced by a child that imports PyTorch once, or by forks of this process where it has no GPU. Imports nothing that is
+slow: a question whose answers are all known starts no child.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+from filelock import FileLock
+
+from finetune.cache import cache_folder, key_of
+from finetune.errors import InputError, RunStopped
+from finetune.hardware import cores
+from finetune.trace.asking import Child, can_fork, take_child
+from finetune.trace.layers import Anatomy
+from finetune.trace.placement import placement_of
+from finetune.trace.powers import MicroBatch, prime_micro_batch
+from finetune.trace.setting import Setting
+from finetune.trace.shallow import Depth, Step, depth_of
+
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+"""Whose versions a trace depends on."""
+OWN_NAME = "traces"
+KEPT_DAYS = 60
+"""For which a trace is remembered."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Weights that ZeRO-3 keeps gathered at most (``stage3_max_live_parameters``, by default): spans of the step
+are alike only where more layers than these lie before and behind them."""
+
+
+def key_setting(setting: Setting) -> Setting:
+    """A setting without what a trace does not depend on.
+
+    Steps are functions of the micro-batch; all micro-batches but the first are alike, and a step of one is the first of
+    two. Not so under DDP, whose gradients lie beside its buckets until the last micro-batch; and under ZeRO-3 the first
+    is like the others, because its gradients are always added up. fp16 takes the bytes of bf16,
+    but under ZeRO-3.
+    """
+    place = placement_of(setting.strategy, setting.world_size)
+    is_one = place.zero_stage == 3 or (place.framework == "replicated" and setting.accumulation == 1)
+    return replace(
+        setting,
+        micro_batch_size=1,
+        row_tokens=1,
+        accumulation=1 if is_one else 2,
+        precision="bf16" if setting.precision == "fp16" and place.zero_stage != 3 else setting.precision,
+    )
+
+
+class Tracer:
+    """The steps of one model. A context: its child ends with it."""
+
+    def __init__(
+        self,
+        model_config: Mapping[str, Any],
+        *,
+        row_tokens: int,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+        folder: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            model_config: contents of a config.json.
+            row_tokens: positions of the rows that are asked about; shorter ones may be asked about too.
+            on_progress: told of traces that are done, and how many there are in all, before and after each.
+            folder: where traces are remembered; by default in ``cache.cache_folder``.
+        """
+        self.model_config = dict(model_config)
+        self.row_tokens = row_tokens
+        self.on_progress = on_progress
+        self.folder = folder or cache_folder() / OWN_NAME
+        self._child: Child | None = None
+        self._steps: dict[Setting, Step | InputError | RunStopped] = {}
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._child is not None:
+            self._child.end()
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The model's sizes.
+
+        Raises:
+            InputError: if transformers cannot build it.
+            RunStopped: if the child fails.
+        """
+        return self._recognised[0]
+
+    @cached_property
+    def _recognised(self) -> tuple[Anatomy, str]:
+        """The model's sizes, and a name for its configuration, however much of it a file leaves to defaults."""
+        file = self.folder / f"{key_of(['anatomy', self.model_config, versions()])}.json"
+        answer = _read(file)
+        if answer is None:
+            (answer,) = self._ask({"what": "anatomy", "model": self.model_config}, 1)
+            if "problems" in answer:
+                raise InputError(answer["problems"])
+            _write(file, answer)
+        fields = answer["anatomy"]
+        return Anatomy(**fields | {"dimensions": tuple(fields["dimensions"])}), answer["model"]
+
+    def micro_batch(self, setting: Setting) -> MicroBatch:
+        """That is traced: of primes that divide no dimension of the model, of its adapter, or of their shards."""
+        positions = self.anatomy.positions
+        longest = self.row_tokens if positions is None else min(self.row_tokens, positions)
+        shards = placement_of(setting.strategy, setting.world_size).weight_shards
+        whole = {*self.anatomy.dimensions, setting.rank}
+        return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole})
+
+    def step(self, setting: Setting) -> Step:
+        """The step of a setting.
+
+        Raises:
+            InputError: if it cannot be trained, or not be traced.
+            RunStopped: if the libraries here cannot be traced.
+        """
+        self.prepare([setting])
+        found = self._steps[key_setting(setting)]
+        if not isinstance(found, Step):
+            raise found
+        return found
+
+    def knows(self, setting: Setting) -> bool:
+        """Whether the step of a setting is traced, by this tracer."""
+        return key_setting(setting) in self._steps
+
+    def prepare(self, settings: Sequence[Setting]) -> None:
+        """Trace settings together, as many at a time as there are cores. What cannot be traced is told by ``step``.
+
+        Raises:
+            RunStopped: if the child fails.
+        """
+        wanted = dict.fromkeys(key for key in map(key_setting, settings) if key not in self._steps)
+        places = [(key, layers) for key in wanted for layers in dict.fromkeys(self._depths(key))]
+        places.sort(key=lambda place: -place[1])  # those that take longest first
+        files = {place: self.folder / f"{self._key(*place)}.json" for place in places}
+        answers = {place: _read(file) for place, file in files.items()}
+        if None in answers.values():
+            with _alone(self.folder, list(map(str, files.values()))):  # of several processes of a run, one traces
+                answers = {place: _read(file) for place, file in files.items()}
+                missing = [place for place, answer in answers.items() if answer is None]
+                _forget_old(self.folder)
+                for answer in self._traced(missing) if missing else ():
+                    place = missing[answer.pop("number")]
+                    answers[place] = answer
+                    if "failed" not in answer:
+                        _write(files[place], answer)
+        for key in wanted:
+            self._steps[key] = self._step(key, answers)
+
+    def _step(self, key: Setting, answers: Mapping[tuple[Setting, int], Any]) -> Step | InputError | RunStopped:
+        depths: list[Depth] = []
+        for layers in self._depths(key):
+            answer = answers[key, layers]
+            if "problems" in answer:
+                return InputError(answer["problems"])
+            if "failed" in answer:
+                return RunStopped(
+                    f"The step under {key.strategy} cannot be traced with the versions of the libraries that are "
+                    f"installed ({answer['failed']})."
+                )
+            depths.append(depth_of(answer["depth"]))
+        low, high = depths
+        return Step(self.anatomy.layers, low, low if low.layers == high.layers else high, self._reach(key))
+
+    def _depths(self, key: Setting) -> tuple[int, int]:
+        place = placement_of(key.strategy, key.world_size)
+        if place.framework in ("plain", "replicated"):
+            return self.anatomy.depths(2)
+        return self.anatomy.depths(2 + self._reach(key))
+
+    def _reach(self, key: Setting) -> int:
+        """Layers from an end within which spans of the step differ from those in the middle."""
+        if placement_of(key.strategy, key.world_size).zero_stage != 3:
+            return 1
+        elements = float(self.anatomy.parameters)
+        if key.bits == 4:  # several in an element of 16 bits
+            elements -= (1 - key.bits / 16) * self.anatomy.linear_parameters
+        return math.ceil(LIVE_ELEMENTS * self.anatomy.layers / elements) if elements > LIVE_ELEMENTS else 1
+
+    def _traced(self, places: Sequence[tuple[Setting, int]]) -> list[Any]:
+        jobs = []
+        for number, (key, layers) in enumerate(places):
+            config, micro_batch = self.anatomy.shortened(self.model_config, layers), self.micro_batch(key)
+            jobs.append([number, config, asdict(key), layers, [micro_batch.rows, micro_batch.row_tokens]])
+        return self._ask({"what": "steps", "jobs": jobs, "at_a_time": cores.usable()}, len(jobs))
+
+    def _ask(self, question: Mapping[str, Any], answers: int) -> list[Any]:
+        """So many answers to a question."""
+        found = []
+        self.on_progress(0, answers)
+        for answer in self._answers(question, answers):
+            found.append(answer)
+            self.on_progress(len(found), answers)
+        return found
+
+    def _answers(self, question: Mapping[str, Any], answers: int) -> Iterator[Any]:
+        if can_fork():
+            from finetune.trace.serving import answers_to
+
+            return answers_to(question)
+        self._child = self._child or take_child()
+        return self._child.answers(question, answers)
+
+    def _key(self, key: Setting, layers: int) -> str:
+        return key_of([asdict(key), layers, self._recognised[1], versions(), asdict(self.micro_batch(key))])
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What decides how a step runs: versions of libraries, and the sources of this package."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    own = xxhash.xxh3_128()
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        own.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return found | {"finetune": own.hexdigest()}
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, what: Sequence[str]) -> Iterator[None]:
+    """While no other process looks for the same; where there can be no lock, everybody traces."""
+    lock = FileLock(folder / f"lock-{key_of(list(what))[0]}")  # of sixteen: few files, and seldom another's
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove what was traced long ago: other versions of a library, or of this package, do not ask for it again."""
+    longest_ago = time.time() - KEPT_DAYS * 24 * 3600
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(OSError):  # another process was faster, or another user's file may not be removed
+            if file.stat().st_mtime < longest_ago:
+                file.unlink()
+
+
+def _read(file: Path) -> Any:
+    """What was remembered; None if nothing was, or if it was damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write(file: Path, answer: Any) -> None:
+    """Remember; where the folder cannot be written, the next question asks again."""
+    work = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        work.write_text(json.dumps(answer), encoding="utf-8")
+        work.rename(file)
+    except OSError:
+        return

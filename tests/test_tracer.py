@@ -1,0 +1,218 @@
+"""Steps are traced once, remembered, and told apart; what cannot be traced is said in a sentence, and stops nothing."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import scenarios
+
+from finetune.errors import InputError, RunStopped
+from finetune.models.loading import config_from
+from finetune.planner.model import Model
+from finetune.run import session, sizes
+from finetune.trace import asking, serving
+from finetune.trace import tracer as tracer_module
+from finetune.trace.setting import Setting
+from finetune.trace.tracer import Tracer
+from recipes import sft
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 203,
+    "max_position_embeddings": 512,
+}
+LORA = Setting(adapter="lora", row_tokens=100)
+
+
+def peak(tracer: Tracer, setting: Setting = LORA) -> int:
+    with tracer:
+        return Model(TINY, tracer).memory(setting, mean_document_tokens=setting.row_tokens).peak
+
+
+def counted(folder: Path, row_tokens: int = 100) -> tuple[Tracer, list[int]]:
+    """A tracer, and how many answers were asked for, each time."""
+    asked: list[int] = []
+    return Tracer(
+        TINY, row_tokens=row_tokens, folder=folder, on_progress=lambda done, of: None if done else asked.append(of)
+    ), asked
+
+
+def test_what_is_traced_once_is_known_to_every_later_tracer(tmp_path: Path):
+    tracer, asked = counted(tmp_path)
+    first = peak(tracer)
+    assert asked == [1, 2], "the anatomy, and two depths"
+    for setting, is_alike in (
+        (LORA, True),
+        (replace(LORA, precision="fp16"), True),
+        (replace(LORA, micro_batch_size=3, row_tokens=50, accumulation=7), False),
+    ):
+        again, asked = counted(tmp_path)
+        assert (peak(again, setting) == first) == is_alike
+        assert asked == []
+
+
+def test_another_setting_model_or_row_is_traced_by_itself(tmp_path: Path):
+    tracer, _ = counted(tmp_path)
+    peak(tracer)
+    for row_tokens, setting in ((100, replace(LORA, rank=8)), (200, LORA)):
+        tracer, asked = counted(tmp_path, row_tokens)
+        peak(tracer, setting)
+        assert asked == [2]
+
+
+def test_damaged_memory_is_traced_again(tmp_path: Path):
+    tracer, _ = counted(tmp_path)
+    first = peak(tracer)
+    for file in tmp_path.glob("*.json"):
+        file.write_text(file.read_text()[:-20])
+    again, asked = counted(tmp_path)
+    assert peak(again) == first
+    assert sum(asked) == 3
+
+
+def test_run_knows_what_was_planned_of_the_file_that_its_model_was_read_from(tmp_path: Path):
+    """Transformers adds what the file leaves to defaults, and where it lay."""
+    tracer, _ = counted(tmp_path)
+    planned = peak(tracer)
+    again, asked = counted(tmp_path)
+    again.model_config = config_from(TINY).to_dict() | {"_name_or_path": "somewhere", "dtype": "bfloat16"}
+    assert peak(again) == planned
+    assert asked == [1], "the anatomy alone"
+
+
+def test_old_traces_are_forgotten_when_others_are_made(tmp_path: Path):
+    old, young = (tmp_path / f"{name}.json" for name in ("old", "young"))
+    for file, days in ((old, tracer_module.KEPT_DAYS + 1), (young, tracer_module.KEPT_DAYS - 1)):
+        file.write_text("{}")
+        os.utime(file, (0, time.time() - days * 24 * 3600))
+    tracer, _ = counted(tmp_path)
+    peak(tracer)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_several_questions_are_traced_in_one_round(tmp_path: Path):
+    tracer, asked = counted(tmp_path)
+    with tracer:
+        model = Model(TINY, tracer)
+        settings = [replace(LORA, rank=rank) for rank in (2, 4)]
+        found = model.together([partial(model.memory, each, mean_document_tokens=100) for each in settings])
+    assert asked == [1, 4]
+    assert found[0].peak < found[1].peak
+
+
+def test_child_answers_as_a_fork_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tracer, _ = counted(tmp_path / "fork")
+    forked = peak(tracer)
+    monkeypatch.setattr("finetune.trace.tracer.can_fork", lambda: False)
+    monkeypatch.setattr(asking, "can_fork", lambda: False)
+    asking.get_ready()
+    (child,) = asking._waiting
+    tracer, asked = counted(tmp_path / "child")
+    assert peak(tracer) == forked
+    assert asked == [1, 2]
+    assert asking._waiting == [], "the child that was ready was asked"
+    assert child.process.poll() is not None, "it ends with the tracer"
+
+
+def test_child_that_dies_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("finetune.trace.tracer.can_fork", lambda: False)
+    child = asking.Child()
+    child.process.kill()
+    monkeypatch.setattr("finetune.trace.tracer.take_child", lambda: child)
+    tracer, _ = counted(tmp_path)
+    with pytest.raises(RunStopped, match="process that traces the model ended with exit code -9"):
+        peak(tracer)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a new version")
+
+    monkeypatch.setattr(serving, "_depth", fail)
+
+
+@pytest.mark.usefixtures("broken")
+def test_libraries_that_cannot_be_traced_are_told_and_nothing_is_remembered(tmp_path: Path):
+    tracer, _ = counted(tmp_path)
+    with pytest.raises(RunStopped, match=r"under single cannot be traced with the versions .* \(RuntimeError: a new"):
+        peak(tracer)
+    assert len(list(tmp_path.glob("*.json"))) == 1, "the anatomy alone"
+
+
+@pytest.mark.usefixtures("broken")
+def test_run_starts_without_a_plan_where_its_step_cannot_be_traced(
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=1))
+    assert "plan: none. The step under single cannot be traced" in capsys.readouterr().out
+    with pytest.raises(InputError, match="auto lets the planner choose"):
+        sft.main(
+            scenarios.configuration(model_folder, conversations, tmp_path / "other", train__micro_batch_size="auto")
+        )
+
+
+def test_hanging_trace_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(serving, "_depth", lambda *_: __import__("time").sleep(60))
+    jobs = [[number, TINY, {}, 2, [7, 97]] for number in range(3)]
+    answers = list(serving.answers_to({"what": "steps", "jobs": jobs, "at_a_time": 2}))
+    assert sorted(each["number"] for each in answers) == [0, 1, 2]
+    assert all("killed" in each["failed"] for each in answers)
+
+
+def test_known_answer_imports_no_pytorch(tmp_path: Path):
+    tracer, _ = counted(tmp_path)
+    peak(tracer)
+    ask = f"""
+        import sys
+        from pathlib import Path
+        from finetune.planner.model import Model
+        from finetune.trace.setting import Setting
+        from finetune.trace.tracer import Tracer
+        model = {TINY!r}
+        with Tracer(model, row_tokens=100, folder=Path({str(tmp_path)!r})) as tracer:
+            print(Model(model, tracer).memory(Setting(adapter="lora", row_tokens=100), mean_document_tokens=100).peak)
+        assert not {{"torch", "transformers"}} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(ask)], capture_output=True, text=True, check=True)
+    tracer, asked = counted(tmp_path)
+    assert json.loads(done.stdout) == peak(tracer)
+    assert asked == []
+
+
+def _planned(config: Any) -> str:
+    """What the recipe says of its plan, on a rank."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), mock.patch.object(session, "plan_of", sizes.plan_of):
+        sft.main(config)
+    return next((line for line in said.getvalue().splitlines() if line.startswith("plan:")), "plan: nothing")
+
+
+def test_run_in_a_process_that_is_still_in_the_group_of_another_run_is_planned(
+    ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    group = ranks(2)
+    assert group.world_size == 2
+    for strategy in ("ddp", "fsdp2", "zero3", "zero1"):
+        config = scenarios.configuration(model_folder, conversations, tmp_path / strategy, train__steps=1)
+        first, _ = group.run(_planned, config, strategy=strategy)
+        assert first.startswith("plan: peak"), strategy
