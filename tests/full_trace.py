@@ -54,13 +54,13 @@ def full_trace(
     config = config_from(model)
     ledger = stepped(config, setting, rank=rank, real=real, kernels=kernels, rounding=rounding)
     place = placement_of(setting.strategy, setting.world_size)
-    logits = (setting.tokens, config.get_text_config().vocab_size)
-    return told(ledger, logits, ON_HOST if place.weights_on != "gpu" else frozenset())
+    vocabulary = config.get_text_config().vocab_size
+    return told(ledger, {setting.tokens}, vocabulary, ON_HOST if place.weights_on != "gpu" else frozenset())
 
 
-def told(ledger: Ledger, logits: tuple[int, int], on_host: frozenset[str] = frozenset()) -> FullTrace:
+def told(ledger: Ledger, scored: set[int], vocabulary: int, on_host: frozenset[str] = frozenset()) -> FullTrace:
     """What a ledger tells of its last step."""
-    account = Account(ledger, logits)
+    account = Account(ledger, scored, vocabulary)
     lives, host = account.lives(on_host)
     first, update = account.start_of_last_step(), account.last_start_of("step")
     phases: dict[str, tuple[int, Moment]] = {}

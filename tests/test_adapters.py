@@ -134,6 +134,33 @@ def test_modules_trained_whole_and_recomputed_activations_change_nothing(strateg
     assert torch.equal(saved[whole[0]], saved[whole[1]])  # one weight, under each of its names, as PEFT wants it
 
 
+HEADS = {
+    "whole": {"adapter__modules_to_save": ["lm_head"]},
+    "adapted": {"adapter__targets": ["q_proj", "lm_head"]},
+}
+
+
+ADAPTED = [("adapted", strategy) for strategy in ("ddp", "zero2", "zero3")]
+"""Not FSDP2: Accelerate 1.15 cannot prepare an adapter on a tied head."""
+
+
+@pytest.mark.parametrize(
+    ("head", "strategy"), [("whole", each) for each in ("ddp", "fsdp2", "zero2", "zero3")] + ADAPTED
+)
+def test_a_head_that_learns_beside_an_adapter_learns_the_same_on_two_processes(head: str, strategy: str, runs: Runs):
+    settings = changes("lora", 4) | HEADS[head] | {"train__steps": 6}
+    key = ("heads", head)
+    if key not in runs.known:
+        runs.known[key] = runs("single", 1, "no", **settings)
+    expected, expected_adapter = runs.known[key]
+    metrics, saved = runs(strategy, 2, "no", **settings)
+    assert_parity(metrics, expected, FP32_TOLERANCE)
+    assert any("lm_head" in name for name in saved)
+    assert saved.keys() == expected_adapter.keys()
+    for name, tensor in expected_adapter.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_dropout_is_reproducible_per_seed(strategy: str, runs: Runs):
     settings = changes("lora", 4) | {"adapter__dropout": 0.2, "train__steps": 4}

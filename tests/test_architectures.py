@@ -15,9 +15,9 @@ from test_families import EXPERTS, FAMILIES, MIXTURES, SIZES
 from tracing import begun, traced_step
 
 from finetune.models.loading import config_from, without_weights
+from finetune.planner.speed import PHASES
 from finetune.trace.anatomy import anatomy_of
 from finetune.trace.layers import Anatomy
-from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Step
 
@@ -96,11 +96,11 @@ def test_published_architecture_is_traced(kind: str, traces: "dict[Any, Future[S
     Those of experts are multiplied out first, whatever the tokens.
     """
     step, config = traces[kind].result(), cut_short(SMALLEST[kind]["config"])
-    products = [each for each in step.kernels if each.kind == "product" and each.phase == "forward"]
-    flops = sum(each.calls * each.flops.get((1, 1, 0), 0) for each in products) / step.micro_batches
+    products = [each for each in step.kernels if each.kind == "product" and each.phase in PHASES["forward"]]
+    flops = sum(each.calls * each.flops.get((1, 1, 0, 0), 0) for each in products) / step.micro_batches
     embedding = 0 if config_from(config).tie_word_embeddings else config["hidden_size"] * config["vocab_size"]
     assert flops == pytest.approx(2 * (anatomy(config).active_parameters - embedding), rel=0.05)
-    assert max(moment.bytes for moment in step.moments(MicroBatch(1, LONGEST))) > 2 * anatomy(config).parameters
+    assert max(moment.bytes for moment in step.moments(step.micro_batch(1, LONGEST))) > 2 * anatomy(config).parameters
 
 
 @pytest.mark.parametrize(("family", "setting"), WAYS, ids=[f"{family}-{KINDS.index(kind)}" for family, kind in WAYS])

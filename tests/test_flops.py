@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.models import loading as models
-from finetune.models.flops import training_flops_per_token
+from finetune.models.flops import training_flops
 
 
 def test_flops_of_a_training_step_are_those_that_pytorch_counts():
@@ -23,6 +23,6 @@ def test_flops_of_a_training_step_are_those_that_pytorch_counts():
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(3, length, dtype=torch.int64)).logits.sum().backward()
     shape = models.shape(model)
-    ours = training_flops_per_token(**shape, mean_row_length=length)
+    ours = training_flops(**shape, mean_row_length=length).of(1, 1)
     skipped_half = 6 * shape["layers"] * shape["heads"] * shape["head_dim"] * length  # above the diagonal
     assert (ours + skipped_half) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)

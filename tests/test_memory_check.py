@@ -110,13 +110,13 @@ def test_recipe_checks_its_largest_micro_batch_before_anything_is_written(
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[tuple[int, ...]] = []
-    original = loss.token_loss_sum
+    original = loss.trained_positions
 
-    def first_fails(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
+    def first_fails(next_tokens: torch.Tensor) -> torch.Tensor:
         seen.append(tuple(next_tokens.shape))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(loss, "token_loss_sum", first_fails)
+    monkeypatch.setattr(loss, "trained_positions", first_fails)
     changes = {"train__micro_batch_size": 4, "train__epochs": 2.0, "train__steps": None}
     config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
     with pytest.raises(InputError) as error:
@@ -125,6 +125,6 @@ def test_recipe_checks_its_largest_micro_batch_before_anything_is_written(
     for change in ("train.micro_batch_size 2", "activation_checkpointing full", "data.max_length 32", "type lora"):
         assert change in str(error.value)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-    monkeypatch.setattr(loss, "token_loss_sum", lambda *given: seen.append(tuple(given[1].shape)) or original(*given))
+    monkeypatch.setattr(loss, "trained_positions", lambda given: seen.append(tuple(given.shape)) or original(given))
     sft.main(config)
     assert seen[0] == seen[1] == max(seen, key=lambda shape: shape[0] * shape[1])

@@ -4,11 +4,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from finetune.models.flops import TrainingFlops
 from finetune.training.meter import Meter
 
 
-def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():
-    meter = Meter(Accelerator(cpu=True), flops_per_token=1e6, peak_flops=1e9, max_bad_steps=5, last_checkpoint=str)
+def test_utilisation_counts_the_tokens_of_rows_and_trained_ones_and_throughput_all_positions():
+    meter = Meter(
+        Accelerator(cpu=True), flops=TrainingFlops(1e6, 1e5), peak_flops=1e9, max_bad_steps=5, last_checkpoint=str
+    )
     (metrics,) = meter.update(
         step=1,
         rows=lambda: ["a:1"],
@@ -22,4 +25,4 @@ def test_utilisation_counts_the_tokens_of_rows_and_throughput_all_positions():
     )
     assert metrics["loss"] == 2.0
     assert metrics["tokens_per_second"] == pytest.approx(50 / metrics["step_seconds"])
-    assert metrics["mfu"] == pytest.approx(30 * 1e6 / metrics["step_seconds"] / 1e9)
+    assert metrics["mfu"] == pytest.approx((30 * 1e6 + 4 * 1e5) / metrics["step_seconds"] / 1e9)

@@ -31,13 +31,17 @@ def test_another_loss_is_another_loss_everywhere(
     config = json.loads((model_folder / "config.json").read_text())
     expected = run(model_folder, conversations, held_out, tmp_path / "before")
     peak = full_trace(config, SETTING).peak.bytes
-    original, seen = loss.token_loss_sum, []
+    original, positions, seen = loss.token_loss_sum, loss.trained_positions, []
+
+    def watched(next_tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(next_tokens.numel())
+        return positions(next_tokens)
 
     def doubled(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
-        seen.append(next_tokens.numel())
         return original(logits.double().exp().log().float(), next_tokens) * 2  # and heavier, by logits in fp64
 
     monkeypatch.setattr(loss, "token_loss_sum", doubled)
+    monkeypatch.setattr(loss, "trained_positions", watched)
     found = run(model_folder, conversations, held_out, tmp_path / "after")
     assert found[0]["loss"] == pytest.approx(2 * expected[0]["loss"], rel=1e-5)
     assert found[0]["grad_norm"] == pytest.approx(2 * expected[0]["grad_norm"], rel=1e-5)

@@ -19,10 +19,11 @@ from finetune.data import batches, dataset, template_process
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoding import Row, Settings
 from finetune.data.sources import Record, Source
+from finetune.models.head import take_losses
 from finetune.training.loss import next_token_loss_sum
 
 PACKAGE = Path(finetune.__file__).parent
-MOST_FILES = 12
+MOST_FILES = 13
 MARK = "zebra"
 
 
@@ -68,6 +69,7 @@ def render_here(
 def files_on_the_way(model_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
+    take_losses(model)
     turns = [{"role": "user", "content": f"a {MARK}?"}, {"role": "assistant", "content": f"A {MARK}."}]
     (folder / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     watch = Watch()

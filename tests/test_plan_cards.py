@@ -146,7 +146,9 @@ def test_each_family_of_cards_reaches_its_own_share_of_the_data_sheet(card: str,
 @pytest.mark.parametrize("width", [1024, 8192])
 def test_short_rows_are_slower_per_token(width: int):
     """Of wide layers too, whose products the host launches in time."""
-    product = Kernel("forward", "product", "aten::mm", 2, {(1, 1, 0): 2.0 * width**2}, {(1, 1, 0): 4.0 * width}, 1.0)
+    product = Kernel(
+        "forward", "product", "aten::mm", 2, {(1, 1, 0, 0): 2.0 * width**2}, {(1, 1, 0, 0): 4.0 * width}, 1.0
+    )
     gpu = parse_gpus("H100").gpu
     per_token = {}
     for tokens in (512, 2048):

@@ -16,7 +16,6 @@ from tracing import begun, traced_step
 
 from finetune.distributed.setup import REDUCE_BUCKET_ELEMENTS
 from finetune.trace.placement import placement_of
-from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Step
 
@@ -111,7 +110,8 @@ def test_no_process_holds_more_than_the_first_which_is_traced(strategy: str, wor
 def test_steps_tell_the_same_but_for_the_rounding_of_the_allocator(held: Any, step: "Future[Step]"):
     real = held("fsdp2", 2, "none")[0]
     setting = SETTINGS["fsdp2", 2, "none"]
-    moments = [each for each in step.result().moments(MicroBatch(1, setting.row_tokens)) if each.phase == "step"]
+    micro_batch = step.result().micro_batch(1, setting.row_tokens)
+    moments = [each for each in step.result().moments(micro_batch) if each.phase == "step"]
     found = max(moments, key=lambda moment: moment.bytes).categories
     tensors = len(real["tensors"])
     assert 0 <= found["gradients"] - real["gradients"] <= tensors * ROUNDING

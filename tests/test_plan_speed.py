@@ -20,7 +20,7 @@ from finetune.hardware.cards import known_gpus, parse_gpus
 from finetune.models.loading import config_from
 from finetune.planner.communication import transfers
 from finetune.planner.rates import rates_of
-from finetune.planner.speed import StepTime, step_time
+from finetune.planner.speed import PHASES, StepTime, step_time
 from finetune.trace.dry_run import stepped
 from finetune.trace.placement import placement_of
 from finetune.trace.powers import MicroBatch
@@ -122,10 +122,11 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it():
         assert flops == times * of_token * TRACED.rows * TRACED.row_tokens
 
 
-def products(step: Step, *phases: str) -> float:
+def products(step: Step, *passes: str) -> float:
     """FLOPs of the matrix products of one micro-batch of a row of 1024 positions."""
+    phases = [phase for name in passes for phase in PHASES[name]]
     every = [each for each in step.kernels if each.kind == "product" and each.phase in phases]
-    return sum(each.calls * MicroBatch(1, 1024).value(each.flops) for each in every) / step.micro_batches
+    return sum(each.calls * step.micro_batch(1, 1024).value(each.flops) for each in every) / step.micro_batches
 
 
 def test_products_of_the_whole_model_take_two_operations_a_weight_and_position(step: Any):

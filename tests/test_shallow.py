@@ -21,6 +21,7 @@ from tracing import begun, traced_step
 from finetune.config.compatibility import ADAPTERS, OPTIMIZERS, Cell, refusal
 from finetune.distributed import setup
 from finetune.models.loading import config_from
+from finetune.planner.speed import PHASES
 from finetune.trace import tracer as tracing
 from finetune.trace.accounts import CATEGORIES
 from finetune.trace.depth import trace_depth
@@ -204,7 +205,7 @@ def traces() -> "Iterator[dict[Any, Future[Any]]]":
 
 def peak(step: Step, setting: Setting) -> float:
     documents = setting.micro_batch_size if setting.packing else 0
-    micro_batch = MicroBatch(setting.micro_batch_size, setting.row_tokens, documents)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens, documents)
     return max(moment.bytes for moment in step.moments(micro_batch, accumulation=setting.accumulation))
 
 
@@ -260,7 +261,8 @@ def test_primes_divide_no_dimension_rank_or_share(tmp_path: Path):
 
 
 def test_picture_of_a_step_reaches_its_peak_and_goes_through_its_phases_in_order():
-    step, micro_batch = step_of(LLAMA, SETTING, (2, 3)), MicroBatch(2, 512)
+    step = step_of(LLAMA, SETTING, (2, 3))
+    micro_batch = step.micro_batch(2, 512)
     course = list(step.course(micro_batch))
     assert list(dict.fromkeys(moment.phase for moment in course)) == ["forward", "loss", "backward", "step"]
     assert max(moment.bytes for moment in course) == pytest.approx(peak(step, SETTING), rel=1e-9)
@@ -308,9 +310,10 @@ def test_operations_of_the_whole_model_follow_from_two_depths():
     """Products take 2 FLOPs for each weight and position, and twice that backward."""
     step = step_of(LLAMA, SETTING, (2, 3))
     matrices = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) + 4001 * 64
-    micro_batch = MicroBatch(2, 512)
+    micro_batch = step.micro_batch(2, 512)
     for phase, times in (("forward", 2), ("backward", 4)):
-        kernels = [each for each in step.kernels if each.phase == phase and each.kind == "product"]
+        phases = PHASES[phase]
+        kernels = [each for each in step.kernels if each.phase in phases and each.kind == "product"]
         counted = sum(each.calls * micro_batch.value(each.flops) for each in kernels)
         assert counted == times * matrices * micro_batch.rows * micro_batch.row_tokens
 
@@ -329,11 +332,12 @@ def test_a_trace_survives_json():
 @given(st.integers(1, 40_000), st.frozensets(st.integers(1, 300_000), max_size=20))
 def test_the_traced_micro_batch_is_of_primes_that_divide_nothing_else(row_tokens: int, dimensions: frozenset[int]):
     traced = prime_micro_batch(row_tokens, dimensions)
-    for prime in (traced.rows, traced.row_tokens):
+    for prime in (traced.rows, traced.row_tokens, traced.scored):
         assert prime > 1
         assert all(prime % divisor for divisor in range(2, math.isqrt(prime) + 1))
         assert all(dimension % prime for dimension in dimensions)
-    assert traced.rows != traced.row_tokens
+    assert len({traced.rows, traced.row_tokens, traced.scored}) == 3
+    assert 2 * traced.scored <= traced.rows * traced.row_tokens
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 10**6), st.integers(1, 64), st.integers(1, 4096))

@@ -178,6 +178,17 @@ def reads_a_value(function: Any) -> bool:
     return function is torch.ops.aten._local_scalar_dense.default
 
 
+def asks_which(function: Any) -> bool:
+    """Whether an operator is the one behind ``Tensor.nonzero``, of which a fake tensor does not know how much it
+    returns. Goes with a public name of it."""
+    return function is torch.ops.aten.nonzero.default
+
+
+def makes_gradients() -> bool:
+    """Whether a backward pass runs. Goes with a public name of it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def asks_for_the_device(function: Any) -> bool:
     """Whether an operator is the one behind ``Tensor.device`` of a fake tensor, half of all that it is asked. Goes with
     a public name of it."""

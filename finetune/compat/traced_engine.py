@@ -42,13 +42,30 @@ def fake_tensor_changes(*, fp16: bool) -> list[tuple[Any, str, Any]]:
     import deepspeed.runtime.zero.partition_parameters as partitions
     import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
     import deepspeed.runtime.zero.stage3 as stage
+    import deepspeed.runtime.zero.stage_1_and_2 as replicated
 
     communication = importlib.import_module("deepspeed.comm.torch")  # whose package has PyTorch by that name
     name = "assert_ints_same_as_other_ranks"
     changes: list[tuple[Any, str, Any]] = [(communication, "build_shm_op", lambda: None)]
     changes += [(module, name, lambda numbers: None) for module in (partitions, coordinator, stage)]
+    changes.append((replicated.DeepSpeedZeroOptimizer, "allreduce_and_scatter", _in_one_piece(replicated)))
     if fp16:
         zero = stage.DeepSpeedZeroOptimizer_Stage3
         scale = zero._loss_scale_update_and_overflow_cleanup
         changes.append((zero, scale.__name__, lambda self: (self.check_overflow(), scale(self))[1]))
     return changes
+
+
+def _in_one_piece(stages: Any) -> Any:
+    """Stages 1 and 2 reduce a gradient that is larger than their bucket by itself, cut where partitions begin. In a
+    shallow model it is cut into more pieces than in a deep one, whose partitions are larger than any gradient."""
+    scatter = stages.DeepSpeedZeroOptimizer.allreduce_and_scatter
+
+    def allreduce_and_scatter(self: Any, bucket: list[Any], *args: Any, **kwargs: Any) -> None:
+        ranks, pieces, outputs = zip(*bucket, strict=True)
+        elements = sum(piece.numel() for piece in pieces)
+        if elements > self.reduce_bucket_size and not any(output is not None for output in outputs):
+            bucket = [(frozenset().union(*ranks), pieces[0].as_strided((elements,), (1,)), None)]
+        scatter(self, bucket, *args, **kwargs)
+
+    return allreduce_and_scatter

@@ -299,12 +299,14 @@ def load_model(
 
 def shape(model: PreTrainedModel) -> dict[str, int]:
     """Sizes needed to count FLOPs; taken from modules, since weights may already be partitioned."""
-    config = model.config.get_text_config()
+    config, of_head = model.config.get_text_config(), set(model.get_output_embeddings().modules())
     linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "original_m" not in name]
     trained = [m for m in linear if m.weight.requires_grad]
     return {
-        "matrix_parameters": sum(m.in_features * m.out_features for m in linear),
-        "trained_matrix_parameters": sum(m.in_features * m.out_features for m in trained),
+        "matrix_parameters": sum(m.in_features * m.out_features for m in linear if m not in of_head),
+        "trained_matrix_parameters": sum(m.in_features * m.out_features for m in trained if m not in of_head),
+        "head_parameters": sum(m.in_features * m.out_features for m in linear if m in of_head),
+        "trained_head_parameters": sum(m.in_features * m.out_features for m in trained if m in of_head),
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -59,10 +59,10 @@ class StepMemory:
         return sum(self.parts.values())
 
 
-def micro_batch_of(setting: Setting, mean_document_tokens: float) -> MicroBatch:
+def micro_batch_of(step: Step, setting: Setting, mean_document_tokens: float) -> MicroBatch:
     """The micro-batch of a setting, with the documents of its rows where they are packed."""
     documents = setting.tokens / mean_document_tokens if setting.packing else 0.0
-    return MicroBatch(setting.micro_batch_size, setting.row_tokens, documents)
+    return step.micro_batch(setting.micro_batch_size, setting.row_tokens, documents)
 
 
 def step_memory(
@@ -75,7 +75,7 @@ def step_memory(
         large_workspaces: of matrix products, as on Hopper and later.
     """
     place = placement_of(setting.strategy, setting.world_size)
-    micro_batch = micro_batch_of(setting, mean_document_tokens)
+    micro_batch = micro_batch_of(step, setting, mean_document_tokens)
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
     every = step.moments(micro_batch, accumulation=setting.accumulation)
     moments = [(each.phase, _parts(each, place, beside)) for each in every]

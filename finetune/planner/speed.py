@@ -19,9 +19,9 @@ from finetune.planner.rates import Rates, rates_of
 from finetune.trace.placement import Placement, placement_of
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import Kernel, Step
+from finetune.trace.shallow import MORE_PARTS, Kernel, Step
 
-PHASES = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}
+PHASES = {"forward": ("forward", "loss", MORE_PARTS), "backward": ("backward",), "step": ("step",)}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def step_time(
     rates = rates or rates_of(gpu)
     rated = Machines(gpu, machines.gpus_per_node, machines.nodes)
     placement = placement_of(setting.strategy, setting.world_size)
-    micro_batch = micro_batch_of(setting, mean_document_tokens)
+    micro_batch = micro_batch_of(step, setting, mean_document_tokens)
     attended = mean_document_tokens / setting.row_tokens
     kernels = step.kernels
     traced = step.micro_batches
@@ -191,7 +191,7 @@ def useful_flops(
     flops = dict.fromkeys(("product", "attention", "moved"), 0.0)
     for each in forward:
         one = each.calls * micro_batch.value(each.flops)
-        of_scores = each.kind == "product" and any(tokens > 1 for _, tokens, _ in each.flops)
+        of_scores = each.kind == "product" and any(tokens > 1 for _, tokens, *_ in each.flops)
         flops["attention" if of_scores else each.kind] += one / 2 if of_scores else one  # half of them are masked
     multiplied = flops["product"] / (2 * micro_batch.rows * micro_batch.row_tokens * traced)
     trained = sum(count * math.prod(shape) for shape, count in step.trained().items() if len(shape) > 1)

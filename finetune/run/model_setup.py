@@ -10,6 +10,7 @@ from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import loading
+from finetune.models.head import take_losses
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
 
@@ -56,6 +57,7 @@ def load_model(
         )
     if train.recomputes:
         loading.recompute_activations(model)
+    take_losses(model)
     return model
 
 

@@ -36,7 +36,7 @@ from finetune.data.sampler import micro_batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunInterrupted, RunStopped, refuse_if_any
 from finetune.models import loading, weights
-from finetune.models.flops import training_flops_per_token
+from finetune.models.flops import training_flops
 from finetune.models.spec import ModelSpec
 from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
@@ -146,9 +146,7 @@ class Session:
         )
         at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps)
         refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
-        self.flops_per_token = training_flops_per_token(
-            **loading.shape(model), mean_row_length=self.batches.attended_tokens
-        )
+        self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)
         return model
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
@@ -212,7 +210,7 @@ class Session:
         """Metrics of the steps that were read with the last one."""
         self.meter = Meter(
             self.accelerator,
-            flops_per_token=self.flops_per_token,
+            flops=self.flops,
             peak_flops=distributed.peak_flops_of(self.accelerator),
             max_bad_steps=self.cfg.train.max_bad_steps,
             last_checkpoint=self._last_checkpoint,

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from finetune.trace.ledger import Block, Ledger
+from finetune.trace.shallow import MORE_PARTS
 
 CATEGORIES = (
     "weights",
@@ -36,8 +37,10 @@ class Account:
 
     ledger: Ledger
     """Of at least one optimizer step, whose phases it was told."""
-    logits: tuple[int, int]
-    """Positions of a micro-batch and entries of the vocabulary, by whose product logits are known."""
+    scored: set[int]
+    """Positions of a micro-batch, and those whose scores exist at a time: logits have as many rows."""
+    vocabulary: int
+    """Entries, by which logits are known too."""
 
     def lives(self, on_host: frozenset[str]) -> tuple[Lives, Lives]:
         """All blocks in the memory of the GPU, and those in the memory of its host.
@@ -66,20 +69,20 @@ class Account:
 
     def category(self, block: Block) -> str:
         """What a block is for."""
-        positions, vocabulary = self.logits
+        positions = max(self.scored)
         if block.category:
             return block.category
         if block.travels:
             return "gathered"
         if block.is_weight_copy:
             return "weight_copies"
-        if block.shape[-1:] == (vocabulary,) and math.prod(block.shape) == positions * vocabulary:
+        if block.shape[-1:] == (self.vocabulary,) and math.prod(block.shape[:-1]) in self.scored:
             return "logits"
         place = self._segment_at(block.born)
         if place < 0:
             return "weights" if block.born <= self.ledger.built else "gathered"
         phase = self.ledger.segments[place].phase
-        if phase in ("forward", "loss"):
+        if phase in ("forward", "loss", MORE_PARTS):
             return "activations" if self._outlives(block, self.start_of("backward", block.born)) else "temporaries"
         # an engine steps within the last backward pass
         if self._outlives(block, self.start_of("forward", self.start_of("step", self.ledger.segments[place].start))):

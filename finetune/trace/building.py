@@ -18,6 +18,7 @@ from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import attention, quantization
 from finetune.models import loading as models
+from finetune.models.head import take_losses
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
 
@@ -90,6 +91,7 @@ def build(
     attach(model, setting, dtype)
     if setting.activation_checkpointing:
         models.recompute_activations(model)
+    take_losses(model)
     return model
 
 

@@ -22,9 +22,9 @@ def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch, 
         kernels: count what kernels of a GPU take inside.
     """
     shaped = replace(setting, micro_batch_size=traced.rows, row_tokens=traced.row_tokens)
-    ledger = stepped(config, shaped, kernels=kernels, counts_work=True)
+    ledger = stepped(config, shaped, kernels=kernels, counts_work=True, scored=traced.scored)
     text = config.get_text_config()
-    account = Account(ledger, (shaped.tokens, text.vocab_size))
+    account = Account(ledger, {shaped.tokens, traced.scored}, text.vocab_size)
     place = placement_of(setting.strategy, setting.world_size)
     gpu, host = account.lives(ON_HOST if place.weights_on != "gpu" else frozenset())
     update = account.last_start_of("step")
@@ -37,4 +37,5 @@ def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch, 
         on_host=held_at([(block, category) for block, category in beside], update - 1, traced),
         kernels=ledger.calls.kernels(traced),
         sent=ledger.calls.sent(),
+        most_scored=ledger.most_scored,
     )

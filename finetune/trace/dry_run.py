@@ -19,12 +19,19 @@ from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError, refuse_if_any
+from finetune.models.head import head_of
 from finetune.shipped import shipped_files
 from finetune.trace import building
 from finetune.trace.anatomy import decoder_layers
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.ledger import ALLOCATOR_ROUNDING, Ledger
-from finetune.trace.patches import answer_replicas, engines_take_fakes, kernels_of_a_gpu, libraries_take_fakes
+from finetune.trace.patches import (
+    answer_replicas,
+    engines_take_fakes,
+    kernels_of_a_gpu,
+    libraries_take_fakes,
+    scores_in_two_parts,
+)
 from finetune.trace.placement import Placement, placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
@@ -42,6 +49,7 @@ def stepped(
     kernels: bool = True,
     rounding: int = ALLOCATOR_ROUNDING,
     counts_work: bool = False,
+    scored: int | None = None,
 ) -> Ledger:
     """The ledger of two optimizer steps of a model under a setting.
 
@@ -57,6 +65,7 @@ def stepped(
         kernels: count what kernels of a GPU take inside; real ones of a CPU take other memory.
         rounding: bytes to whose multiples blocks are rounded up.
         counts_work: count the operations of the second step.
+        scored: positions whose scores exist at a time; two such parts stand for all. By default as the recipe has it.
 
     Raises:
         InputError: if the setting cannot be trained, or not traced.
@@ -74,6 +83,8 @@ def stepped(
             stack.enter_context(_launched(setting, rank))
         if not real:
             stack.enter_context(libraries_take_fakes())
+        if scored is not None:
+            stack.enter_context(scores_in_two_parts(scored, ledger))
         if kernels:
             stack.enter_context(kernels_of_a_gpu(flash=setting.flash))
         if not real and place.framework == "zero":
@@ -161,7 +172,7 @@ def _trace(
         model: Any = building.build(config, setting, dtype, real=not answers_itself)
     ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
-    ledger.built = ledger.events
+    ledger.built, head = ledger.events, head_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
@@ -172,7 +183,7 @@ def _trace(
     gc.collect()
     ledger.tell([next_tokens, *(each for each in inputs.values() if isinstance(each, torch.Tensor))], "activations")
     _tell_layers(ledger, model, config.get_text_config().num_hidden_layers)
-    model.register_forward_hook(lambda *_: ledger.begin("loss"))
+    head.register_forward_pre_hook(lambda *_: ledger.begin("loss"))
     if engine := engine_of(model):  # which steps within the last backward pass
         update = engine.step
 

@@ -20,6 +20,8 @@ from finetune.compat.fake_tensors import (
     DispatchMode,
     FakeTensor,
     asks_for_the_device,
+    asks_which,
+    makes_gradients,
     operation_name,
     reads_a_value,
     storage_key,
@@ -27,6 +29,7 @@ from finetune.compat.fake_tensors import (
 )
 from finetune.trace.kernel_workspace import Workspace
 from finetune.trace.patches import storages_tell_their_size
+from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.work import Calls
 
 ALLOCATOR_ROUNDING = 512
@@ -92,6 +95,10 @@ class Ledger(DispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
         self.live: dict[int, Block] = {}
+        self.times: Power | None = CONSTANT
+        """How many times each operation is done; None: not at all, since another one stands for it."""
+        self.most_scored = 0
+        """Positions whose scores exist at a time, at most; 0 where the loss does not take them in parts."""
         self.built = 0
         """The last event of building model and optimizer. What is made from there to the first phase, and nothing else,
         are the strategy's buffers."""
@@ -132,7 +139,10 @@ class Ledger(DispatchMode):
                 return _any_value(args[0])
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back for the local tensors
-        returned = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], FakeTensor) and asks_which(func):
+            returned = _all_of_them(args[0])
+        else:
+            returned = func(*args, **(kwargs or {}))
         name = operation_name(func)
         copied = self.live.get(_key(args[0])) if name == "aten::_to_copy" else None
         for tensor in tree_leaves(returned):
@@ -144,8 +154,9 @@ class Ledger(DispatchMode):
             for tensor in tree_leaves((args, kwargs, returned)):
                 if isinstance(tensor, torch.Tensor) and (known := self.live.get(_key(tensor))):
                     known.travels = True
-        if self.calls is not None:
-            self.calls.add(self.phase, name, func, args, kwargs, returned)
+        if self.calls is not None and self.times is not None:
+            phase = "backward" if makes_gradients() else self.phase
+            self.calls.add(phase, self.times, name, func, args, kwargs, returned)
         if self.inside and (taken := self.inside(name, args, returned)).bytes:
             own = Block(taken.total, 0, name, (), torch.uint8, taken.bytes, category="kernels")
             own.padding, own.documents = taken.padding, taken.documents
@@ -201,6 +212,11 @@ def _any_value(tensor: torch.Tensor) -> float | bool:
     """What the host reads off a fake tensor, which has no value: a finite norm, and no for an answer, as to whether
     gradients overflowed."""
     return 1.0 if tensor.is_floating_point() else tensor.dtype not in (torch.bool, torch.uint8)
+
+
+def _all_of_them(tensor: torch.Tensor) -> torch.Tensor:
+    """Places of the elements of a fake tensor that are not zero, as if all of them were: each token is trained."""
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ stands in ``finetune.compat``, one module for each library.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -19,12 +19,19 @@ from finetune.compat.fake_tensors import (
     answer_replicas,
     without_modes,
 )
+from finetune.models import head
+from finetune.trace.powers import CONSTANT, PARTS
+from finetune.trace.shallow import MORE_PARTS
+
+if TYPE_CHECKING:
+    from finetune.trace.ledger import Ledger
 
 __all__ = [
     "answer_replicas",
     "engines_take_fakes",
     "kernels_of_a_gpu",
     "libraries_take_fakes",
+    "scores_in_two_parts",
     "storages_tell_their_size",
 ]
 
@@ -104,6 +111,24 @@ def kernels_of_a_gpu(*, flash: bool) -> contextlib.AbstractContextManager[None]:
             return original(query, *others, enable_gqa=enable_gqa, **known)
 
     return _replaced((functional, "scaled_dot_product_attention", attention))
+
+
+def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.AbstractContextManager[None]:
+    """Scores of so many positions exist at a time, and the second of two such parts stands for all of them: of how
+    many positions a question is, a trace does not know."""
+
+    def parts(of: int, at_once: int) -> Iterator[slice]:
+        assert 2 * positions <= of
+        ledger.most_scored = at_once
+        ledger.times = None
+        yield slice(0, positions)
+        ledger.begin(MORE_PARTS)
+        ledger.times = PARTS
+        yield slice(positions, 2 * positions)
+        ledger.begin("loss")
+        ledger.times = CONSTANT
+
+    return _replaced((head, "parts", parts))
 
 
 def _in_one_kernel(

@@ -10,11 +10,15 @@ a weight not at all.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Power = tuple[int, int, int]
-"""Exponents of the rows of a micro-batch, of the positions of a row, and of the documents of a packed micro-batch."""
+Power = tuple[int, int, int, int]
+"""Exponents of the rows of a micro-batch, of the positions of a row, of the documents of a packed micro-batch, and of
+the positions whose scores exist at a time."""
 Size = Mapping[Power, float]
 """Bytes, FLOPs or elements: a coefficient for each product of powers."""
-CONSTANT: Power = (0, 0, 0)
+CONSTANT: Power = (0, 0, 0, 0)
+DOCUMENTS: Power = (0, 0, 1, 0)
+PARTS: Power = (1, 1, 0, -1)
+"""Of the positions of a micro-batch, as many as there are for scores to exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class MicroBatch:
     """Positions of a row."""
     documents: float = 0.0
     """Of a packed micro-batch."""
+    scored: int = 1
+    """Positions whose scores exist at a time."""
 
     def value(self, size: Size) -> float:
         """A size for this micro-batch."""
@@ -33,18 +39,17 @@ class MicroBatch:
 
     def product(self, power: Power) -> float:
         """The product of the powers alone."""
-        rows, tokens, documents = power
-        return float(self.rows**rows * self.row_tokens**tokens * self.documents**documents)
+        rows, tokens, documents, scored = power
+        return self.rows**rows * self.row_tokens**tokens * self.documents**documents * float(self.scored) ** scored
 
     def factored(self, number: int) -> tuple[Power, int]:
-        """A number as powers of rows and positions, and the coefficient; both must be primes."""
-        rows = tokens = 0
-        if number:
-            while number % self.rows == 0:
-                number, rows = number // self.rows, rows + 1
-            while number % self.row_tokens == 0:
-                number, tokens = number // self.row_tokens, tokens + 1
-        return (rows, tokens, 0), number
+        """A number as powers of rows, positions, and positions with scores, and the coefficient; all must be primes."""
+        powers = [0, 0, 0]
+        for place, prime in enumerate((self.rows, self.row_tokens, self.scored)):
+            while prime > 1 and number and number % prime == 0:
+                number, powers[place] = number // prime, powers[place] + 1
+        rows, tokens, scored = powers
+        return (rows, tokens, 0, scored), number
 
     def growth(self, shape: Sequence[int], number: int, *, is_of_weights: bool = False) -> tuple[Power, int]:
         """Bytes or elements of a tensor as powers and the coefficient.
@@ -57,8 +62,12 @@ class MicroBatch:
         return self.factored(number)
 
 
+MOST_SCORED = 521
+"""To trace with. More would take more time; a smaller prime would happen to divide numbers that it has no part in."""
+
+
 def prime_micro_batch(row_tokens: int, dimensions: Iterable[int], *, fewest_rows: int = 7) -> MicroBatch:
-    """Rows and positions to trace with: primes that divide none of the dimensions.
+    """Rows, positions, and positions with scores to trace with: primes that divide none of the dimensions.
 
     Args:
         row_tokens: of a row that is asked about. The positions are as near to it as can be, but no more, so that
@@ -70,7 +79,7 @@ def prime_micro_batch(row_tokens: int, dimensions: Iterable[int], *, fewest_rows
     tokens = _prime(row_tokens, -1, others | {rows})
     if tokens <= rows:  # rows too short for a prime of their own
         tokens = _prime(max(row_tokens, rows + 1), 1, others | {rows})
-    return MicroBatch(rows, tokens)
+    return MicroBatch(rows, tokens, scored=_prime(min(MOST_SCORED, rows * tokens // 2), -1, others | {rows, tokens}))
 
 
 def _prime(start: int, step: int, others: set[int]) -> int:
@@ -91,3 +100,12 @@ def added(sizes: Iterable[Size]) -> dict[Power, float]:
         for power, coefficient in size.items():
             total[power] = total.get(power, 0) + coefficient
     return total
+
+
+def multiplied(size: Size, times: Power) -> dict[Power, float]:
+    """A size, so many times."""
+    found: dict[Power, float] = {}
+    for power, coefficient in size.items():
+        rows, tokens, documents, scored = (one + other for one, other in zip(power, times, strict=True))
+        found[rows, tokens, documents, scored] = coefficient
+    return found

@@ -165,7 +165,5 @@ def _answer(job: Sequence[Any]) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def _depth(model: dict[str, Any], setting: dict[str, Any], layers: int, micro_batch: list[int]) -> dict[str, Any]:
-    rows, row_tokens = micro_batch
-    traced = MicroBatch(rows, row_tokens)
-    return record_of(trace_depth(config_from(model), setting_of(setting), traced))
+def _depth(model: dict[str, Any], setting: dict[str, Any], layers: int, micro_batch: dict[str, Any]) -> dict[str, Any]:
+    return record_of(trace_depth(config_from(model), setting_of(setting), MicroBatch(**micro_batch)))

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from finetune.trace.powers import MicroBatch, Power
 
+MORE_PARTS = "more parts"
+"""The phase in which scores are made of the second part of the positions and of those after it."""
 Held = dict[tuple[str, Power], float]
 """Bytes by what they are for (``accounts.CATEGORIES``), and how they grow."""
 
@@ -70,6 +72,8 @@ class Depth:
     """Weights, gradients and optimizer state that the strategy keeps in host memory."""
     kernels: tuple[Kernel, ...]
     sent: tuple[Sent, ...]
+    most_scored: int
+    """Positions whose scores exist at a time, at most; 0 where the loss does not take them in parts."""
 
 
 Counted = TypeVar("Counted", Kernel, Sent)
@@ -113,6 +117,11 @@ class Step:
         does not."""
         return self.low.layers - (self.reach if self.high is not self.low else 0)
 
+    def micro_batch(self, rows: int, row_tokens: int, documents: float = 0.0) -> MicroBatch:
+        """To be asked about."""
+        positions = rows * row_tokens
+        return MicroBatch(rows, row_tokens, documents, min(positions, self.low.most_scored or positions))
+
     @property
     def micro_batches(self) -> int:
         """That were traced."""
@@ -129,7 +138,8 @@ class Step:
         for place in low.keys() & high.keys():
             if place[1] >= accumulation and place[0] != "step":
                 continue  # of a later micro-batch
-            yield Moment(place[0], _between(low[place], high[place], self.ratio))
+            if phase := _phase(place[0], micro_batch):
+                yield Moment(phase, _between(low[place], high[place], self.ratio))
 
     def course(self, micro_batch: MicroBatch) -> Iterator[Moment]:
         """Moments of the lower depth's step in their order, as they are in the whole model: for a picture."""
@@ -141,7 +151,8 @@ class Step:
         for span, places in _placed(self.low, shared):
             lift = next((lifts[place] for place in places if place in lifts), 0.0)
             for held in span.moments:
-                yield Moment(span.phase, by_category(held, micro_batch) | {"": lift})
+                if phase := _phase(span.phase, micro_batch):
+                    yield Moment(phase, by_category(held, micro_batch) | {"": lift})
 
     def trained(self) -> dict[tuple[int, ...], int]:
         """Shapes of the trained weights, whole, and how many there are of each."""
@@ -178,6 +189,13 @@ class Step:
                 calls = found[kind].calls if kind in found else 0.0
                 found[kind] = replace(each, calls=calls + sign * each.calls)
         return list(found.values())
+
+
+def _phase(traced: str, micro_batch: MicroBatch) -> str | None:
+    """The phase that was traced as such, None if there is none: scores may all be made at once."""
+    if traced == MORE_PARTS:
+        return "loss" if micro_batch.scored < micro_batch.rows * micro_batch.row_tokens else None
+    return traced
 
 
 def _highest(depth: Depth, shared: int, micro_batch: MicroBatch) -> dict[Place, dict[str, float]]:
@@ -243,6 +261,7 @@ def record_of(depth: Depth) -> dict[str, Any]:
             for each in depth.kernels
         ],
         "sent": [[each.phase, each.name, each.members, _pairs(each.bytes), each.calls] for each in depth.sent],
+        "most_scored": depth.most_scored,
     }
 
 
@@ -261,6 +280,7 @@ def depth_of(record: Mapping[str, Any]) -> Depth:
             for phase, kind, name, width, flops, moved, calls in record["kernels"]
         ),
         sent=tuple(Sent(phase, name, n, _size(sizes), calls) for phase, name, n, sizes, calls in record["sent"]),
+        most_scored=record["most_scored"],
     )
 
 
@@ -269,7 +289,7 @@ def _rows(held: Held) -> list[list[Any]]:
 
 
 def _held(rows: list[list[Any]]) -> Held:
-    return {(category, (rows_, tokens, documents)): size for category, rows_, tokens, documents, size in rows}
+    return {(category, tuple(power)): size for category, *power, size in rows}
 
 
 def _pairs(size: Mapping[Power, float]) -> list[list[float]]:
@@ -277,4 +297,4 @@ def _pairs(size: Mapping[Power, float]) -> list[list[float]]:
 
 
 def _size(pairs: list[list[Any]]) -> dict[Power, float]:
-    return {(rows, tokens, documents): coefficient for rows, tokens, documents, coefficient in pairs}
+    return {tuple(power): coefficient for *power, coefficient in pairs}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from finetune.trace.accounts import Account, Lives
 from finetune.trace.ledger import Block, Ledger
-from finetune.trace.powers import CONSTANT, MicroBatch, Power
+from finetune.trace.powers import CONSTANT, DOCUMENTS, MicroBatch, Power
 from finetune.trace.shallow import Held, Span
 
 SHOWN = 8
@@ -70,7 +70,7 @@ def _add(held: Held, block: Block, category: str, sign: int, traced: MicroBatch)
         coefficient = block.bytes - block.padding
     _change(held, (category, power), sign * coefficient)
     if block.documents:
-        _change(held, (category, (0, 0, 1)), sign * block.padding / block.documents)
+        _change(held, (category, DOCUMENTS), sign * block.padding / block.documents)
 
 
 def _change(held: Held, key: tuple[str, Power], change: float) -> None:

@@ -197,7 +197,7 @@ class Tracer:
         jobs = []
         for number, (key, layers) in enumerate(places):
             config, micro_batch = self.anatomy.shortened(self.model_config, layers), self.micro_batch(key)
-            jobs.append([number, config, asdict(key), layers, [micro_batch.rows, micro_batch.row_tokens]])
+            jobs.append([number, config, asdict(key), layers, asdict(micro_batch)])
         return self._ask({"what": "steps", "jobs": jobs, "at_a_time": cores.usable()}, len(jobs))
 
     def _ask(self, question: Mapping[str, Any], answers: int) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from finetune.compat.fake_tensors import is_view, process_group_size, tree_leaves, written_arguments
-from finetune.trace.powers import CONSTANT, MicroBatch, Power, added
+from finetune.trace.powers import CONSTANT, MicroBatch, Power, added, multiplied
 from finetune.trace.shallow import Kernel, Sent
 
 FLASH_BACKWARD = 2.5
@@ -29,37 +29,40 @@ class Calls:
     """Counts operations by their names and shapes, which is all that a dispatch mode has time for."""
 
     def __init__(self) -> None:
-        self.counted: Counter[tuple[str, str, Shapes, Shapes, tuple[Any, ...]]] = Counter()
+        self.counted: Counter[tuple[str, Power, str, Shapes, Shapes, tuple[Any, ...]]] = Counter()
         self._known: dict[Any, tuple[bool, list[int]]] = {}
 
-    def add(self, phase: str, name: str, function: Any, args: Sequence[Any], kwargs: Any, returned: Any) -> None:
-        """Count one operation."""
+    def add(
+        self, phase: str, times: Power, name: str, function: Any, args: Sequence[Any], kwargs: Any, returned: Any
+    ) -> None:
+        """Count one operation, which is done so many times."""
         if function not in self._known:
             self._known[function] = name.startswith(FREE) or is_view(function), written_arguments(function)
         is_free, written = self._known[function]
         if not is_free:
             outputs = _shapes(returned) or _shapes([args[place] for place in written if place < len(args)])
-            self.counted[phase, name, _shapes((args, kwargs)), outputs, _told(name, args)] += 1
+            self.counted[phase, times, name, _shapes((args, kwargs)), outputs, _told(name, args)] += 1
 
     def kernels(self, traced: MicroBatch) -> tuple[Kernel, ...]:
         """What was computed and moved on this process."""
         found = []
-        for (phase, name, inputs, outputs, told), calls in self.counted.items():
+        for (phase, times, name, inputs, outputs, told), calls in self.counted.items():
             if name.startswith(TRANSFERS):
                 continue
             kind, flops = _flops(name, inputs, outputs, told)
             power, coefficient = traced.factored(round(2 * flops))
+            computed: dict[Power, float] = {power: coefficient / 2} if flops else {}
             moved = added(_bytes_of(each, traced, phase) for each in (*inputs, *outputs))
             width = inputs[0][1] if inputs else outputs[0][1] if outputs else 0
             found.append(
-                Kernel(phase, kind, name, width, {power: coefficient / 2} if flops else {}, moved, float(calls))
+                Kernel(phase, kind, name, width, multiplied(computed, times), multiplied(moved, times), float(calls))
             )
         return tuple(found)
 
     def sent(self) -> tuple[Sent, ...]:
         """What was sent to other processes: weights and gradients, whatever the micro-batch."""
         found = []
-        for (phase, name, inputs, outputs, told), calls in self.counted.items():
+        for (phase, _, name, inputs, outputs, told), calls in self.counted.items():
             if name.startswith(TRANSFERS):
                 largest = max((*inputs, *outputs), key=_bytes, default=((0,), 1, True))
                 found.append(Sent(phase, name, told[0], {CONSTANT: float(_bytes(largest))}, float(calls)))

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import RunStopped
+from finetune.models.flops import TrainingFlops
 from finetune.units import GIB
 
 MOST_SKIPPED_IN_A_ROW = 40
@@ -23,7 +24,7 @@ class Meter:
         self,
         accelerator: Accelerator,
         *,
-        flops_per_token: float,
+        flops: TrainingFlops,
         peak_flops: float | None,
         max_bad_steps: int,
         last_checkpoint: Callable[[], str],
@@ -31,14 +32,14 @@ class Meter:
     ) -> None:
         """
         Args:
-            flops_per_token: model FLOPs per token of a row.
+            flops: of the model, for each token.
             peak_flops: one GPU's FLOP/s, where they are known.
             max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops.
             last_checkpoint: tells in a clause where the run can be taken up again.
             counters: of the run that is resumed.
         """
         self.accelerator = accelerator
-        self.flops_per_token = flops_per_token
+        self.flops = flops
         self.peak_flops = peak_flops
         self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
         self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
@@ -134,7 +135,7 @@ class Meter:
             "tokens_per_second": known["total_tokens"] / seconds,
         }
         if self.peak_flops is not None:
-            flops = known["row_tokens"] * self.flops_per_token / self.accelerator.num_processes
+            flops = self.flops.of(known["row_tokens"], known["tokens"]) / self.accelerator.num_processes
             metrics["mfu"] = flops / seconds / self.peak_flops
         self.speeds.append(known["total_tokens"] / seconds)
         if peak_memory_gib > 0:
