@@ -198,7 +198,7 @@ class _State:
         state = sum(n * sum(state_tensors(setting.optimizer, setting.weights, one)) for one, n in kinds)
         masters = width * self.trained if own < width else 0
         self.optimizer = (state + masters) / place.optimizer_shards
-        is_cast = place.computes_under_autocast and width == 4
+        is_cast = place.framework in ("plain", "replicated") and width == 4  # under autocast
         self.copies = 2 * min(self.trained, linear) if is_cast else 0
         """That autocast makes of trained weights."""
         self.layer = (frozen + 2 * self.trained) / llama.layers

@@ -188,3 +188,25 @@ def test_a_part_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(head, "parts", lambda positions, at_once: iter([slice(0, positions // 2)]))
     with pytest.raises(AssertionError):
         assert_alike(model_of("llama"), micro_batch())
+
+
+def error_of_tiny_gradients() -> float:
+    """Of gradients of 3e-8 for each score, in fp16, as a share of theirs."""
+    model, batch = model_of("llama"), micro_batch()
+    take_losses(model)
+    positions = torch.arange(batch[0].numel())
+    wanted = LossOfScores(lambda scores, targets: 3e-8 * scores.float().sum(), positions, batch[0].flatten())
+    found = []
+    for is_fp16 in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=is_fp16):
+            loss = model(**batch[1], use_cache=False, loss_of_scores=wanted)
+        model.zero_grad()
+        loss.backward()
+        found.append(model.lm_head.weight.grad.clone())
+    return float((found[1] - found[0]).norm() / found[0].norm())
+
+
+def test_gradients_below_the_numbers_of_fp16_are_not_lost(monkeypatch: pytest.MonkeyPatch):
+    assert error_of_tiny_gradients() < 0.1
+    monkeypatch.setattr(head, "FP16_SCALE", 1.0)
+    assert error_of_tiny_gradients() > 0.5

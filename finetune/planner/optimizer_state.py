@@ -1,16 +1,10 @@
-"""Bytes of an optimizer's state, and of what its step allocates for a moment, as ``optim.optimizer`` makes them."""
+"""Bytes of an optimizer's state, as ``optim.optimizer`` makes it."""
 
 from dataclasses import dataclass
 
 EIGHT_BIT_MOMENTS = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
 SCALE_BYTES = 4 / 256
 """Of 8-bit state: an fp32 number for 256 elements (arXiv:2110.02861)."""
-ROUNDING_BYTES = 34
-"""Of an element of bf16 weights while it is updated: gradient, moments, noise and sums in fp32 and int32."""
-EIGHT_BIT_ROUNDING_BYTES = 22
-"""The same of an 8-bit optimizer, which keeps its moments in 8 bits."""
-CHUNK_ELEMENTS = 2**24
-"""Elements of bf16 weights that are updated at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +33,3 @@ def state_tensors(optimizer: str, weights: str, trained: Trained) -> list[float]
     if optimizer == "adafactor":
         return [4.0 * trained.rows, 4.0 * (n / trained.rows)] if is_matrix else [4.0 * n]
     return []
-
-
-def step_bytes(optimizer: str, weights: str, precision: str, trained: list[Trained]) -> float:
-    """Bytes that the optimizer's step allocates beside its state."""
-    largest = max((one.elements for one in trained), default=0)
-    if weights == "bf16" and optimizer == "adamw":
-        return ROUNDING_BYTES * min(largest, CHUNK_ELEMENTS)
-    if weights == "bf16" and optimizer in EIGHT_BIT_MOMENTS:
-        return EIGHT_BIT_ROUNDING_BYTES * largest
-    if optimizer == "adafactor":
-        return 3 * 4 * largest
-    if optimizer == "adamw" and precision == "fp16":  # a loss scaler keeps AdamW from its fused kernel
-        return sum(4.0 * one.elements for one in trained)
-    return 0.0

@@ -31,11 +31,6 @@ class Placement:
     optimizer_on: Place = "gpu"
 
     @property
-    def computes_under_autocast(self) -> bool:
-        """Trained weights are fp32 and cast in each use, where the others compute with 16-bit copies."""
-        return self.framework in ("plain", "replicated")
-
-    @property
     def averages_each_micro_batch(self) -> bool:
         """Gradients are reduced after every micro-batch, else once a step."""
         return self.framework == "fully_shard" or self.zero_stage >= 2
