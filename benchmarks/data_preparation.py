@@ -65,6 +65,7 @@ def prepare_ours(file: str, tokenizer_folder: str, max_length: int) -> dict[str,
     batches = Batches(
         rows,
         packing=True,
+        flat=True,
         max_length=max_length,
         steps=None,
         epochs=1,

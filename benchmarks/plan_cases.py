@@ -102,7 +102,8 @@ class Case:
 
 def _case(model: str, rows: int, tokens: int, *, documents: int | None = None, **setting: Any) -> Case:
     """Documents: tokens of each, packed; else each row is a document."""
-    chosen = Setting(micro_batch_size=rows, row_tokens=tokens, packing=documents is not None, **setting)
+    layout = "flat" if documents is None else "packed"
+    chosen = Setting(micro_batch_size=rows, row_tokens=tokens, layout=layout, **setting)
     return Case(model, chosen, documents or tokens)
 
 

@@ -10,4 +10,10 @@ Small modules: ``errors``, ``seeds``, ``units``, ``start_up`` (signals before tr
 ``cli``: the ``finetune`` command.
 """
 
+import os
+
+# PyTorch then asks for huge pages in host memory, which it reads when it first allocates. On two cores a step of full
+# fine-tuning of SmolLM2-135M takes 1.4 s for 1.85, in which memory was mapped page by page.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 __version__ = "0.1.0"

@@ -1,7 +1,12 @@
-"""Bytes and durations as a person would say them."""
+"""Bytes and durations as a person would say them, and numbers in equal parts."""
 
 MIB = 2**20
 GIB = 2**30
+
+
+def largest_part(number: int, most: int) -> int:
+    """Of as few parts as there can be with none above ``most``, and as equal: 10 in parts of at most 7 are 5 and 5."""
+    return -(-number // max(1, -(-number // most)))
 
 
 def spoken(seconds: float) -> str:

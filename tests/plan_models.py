@@ -139,6 +139,7 @@ class Llama:
             lead=0,
             period=1,
             positions=self.positions,
+            keeps_apart=True,
         )
 
     def trained(self, setting: Setting) -> dict[tuple[int, ...], int]:

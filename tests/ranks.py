@@ -87,14 +87,14 @@ def _fork_ranks(connections: list[Any], port: str, log_folder: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def _without_a_plan(cfg: Any, *about: Any) -> Any:
+def _without_a_plan(cfg: Any, launch: Any, spec: Any, batches: Any) -> Any:
     """In place of ``sizes.plan_of``, which traces the step of each new setting: matrices have hundreds of them, and a
     run's plan has tests of its own."""
     from finetune.run import sizes
 
     if cfg.train.micro_batch_size == "auto":
-        return sizes.plan_of(cfg, *about)
-    return sizes.Planned(None, [], sizes.Sizes(cfg.train.micro_batch_size, cfg.train.recomputes))
+        return sizes.plan_of(cfg, launch, spec, batches)
+    return sizes.Planned(None, [], sizes.Sizes(cfg.train.micro_batch_size, cfg.train.recomputes, batches.flat))
 
 
 def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> None:

@@ -29,6 +29,7 @@ from finetune import distributed
 from finetune.config import sections
 from finetune.errors import InputError, RunStopped
 from finetune.models import adapter, loading, quantization
+from finetune.models.attention import stock_attention
 from finetune.output import run_files
 from finetune.training.loss import token_loss_sum
 from recipes import sft
@@ -303,7 +304,7 @@ def finished(
 
     def watched(folder: Path, model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), stock_attention(model):
             live["logits"] = [model(input_ids=t).logits for t in held_out_tokens(tokenizer, held_out)]
         save(folder, model, tokenizer, *args, **kwargs)
 
@@ -378,7 +379,7 @@ def test_peft_loads_adapters_with_modules_trained_whole_and_gives_the_live_logit
     save = run_files.save_final
 
     def watched(folder: Path, model: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), stock_attention(model):
             live["logits"] = model.eval()(input_ids=tokens).logits
         save(folder, model, *args, **kwargs)
 

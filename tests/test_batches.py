@@ -15,7 +15,7 @@ from finetune.data import dataset
 from finetune.data.batches import IGNORED, Batches, collate, document_bounds
 from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
-from finetune.data.sampler import EMPTY, global_batch, heaviest_micro_batch, micro_batches
+from finetune.data.sampler import EMPTY, dealt_batch, global_batch, heaviest_micro_batch, micro_batches
 from finetune.data.sources import Source
 from finetune.models import attention
 from finetune.training.loss import token_loss_sum
@@ -31,6 +31,7 @@ def rows(conversations: Path) -> Rows:
 def batches(rows: Rows, **changes: Any) -> Batches:
     values: dict[str, Any] = {
         "packing": True,
+        "flat": True,
         "max_length": 128,
         "steps": None,
         "epochs": 2.0,
@@ -102,7 +103,7 @@ def test_no_packed_row_holds_a_document_twice_though_its_source_has_a_weight(con
 
 
 def test_batch_is_shifted_padded_on_the_right_and_counts_as_the_rows_do(rows: Rows):
-    next_tokens, inputs = collate([[rows[4]], [], [rows[1]]], CPU, packed=False)
+    next_tokens, inputs = collate([[rows[4]], [], [rows[1]]], CPU, flat=False)
     assert inputs.keys() == {"input_ids"}
     assert (next_tokens != IGNORED).sum(1).tolist() == [rows[4].trained_tokens, 0, rows[1].trained_tokens]
     for place, row in ((0, rows[4]), (2, rows[1])):
@@ -114,7 +115,7 @@ def test_batch_is_shifted_padded_on_the_right_and_counts_as_the_rows_do(rows: Ro
 
 def test_packed_batch_is_flat_and_no_document_predicts_the_next_ones_first_token(rows: Rows):
     places = [[rows[0], rows[1]], [], [rows[2]]]
-    next_tokens, inputs = collate(places, CPU, packed=True)
+    next_tokens, inputs = collate(places, CPU, flat=True)
     lengths = [len(rows[0].tokens), len(rows[1].tokens), 1, len(rows[2].tokens)]
     assert inputs["input_ids"].shape == next_tokens.shape == (1, sum(lengths))
     assert inputs["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths)]
@@ -149,9 +150,9 @@ def test_packed_batch_gives_the_loss_and_the_gradients_of_its_documents_alone(
     reference, model = (model_under(name, model_folder, torch.float64) for name in ("sdpa", attention.PACKED))
     random = np.random.default_rng(sum(map(sum, lengths)))
     places = [[random_row(random, length) for length in documents] for documents in lengths]
-    alone = [collate([[row]], CPU, packed=False) for documents in places for row in documents]
+    alone = [collate([[row]], CPU, flat=False) for documents in places for row in documents]
     loss, gradient = gradients(reference, alone)
-    packed_loss, packed_gradient = gradients(model, [collate(places, CPU, packed=True)])
+    packed_loss, packed_gradient = gradients(model, [collate(places, CPU, flat=True)])
     assert packed_loss == pytest.approx(loss, rel=1e-6)  # the loss itself is computed in fp32
     assert (packed_gradient - gradient).norm() <= 1e-6 * max(1.0, float(gradient.norm()))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
@@ -165,8 +166,8 @@ def random_row(random: np.random.Generator, length: int) -> Row:
 def test_comparison_rejects_a_batch_without_its_bounds(model_folder: Path, rows: Rows):
     model = model_under(attention.PACKED, model_folder, torch.float64)
     places = [[rows[0], rows[1], rows[2]]]
-    loss, gradient = gradients(model, [collate(places, CPU, packed=True)])
-    next_tokens, inputs = collate(places, CPU, packed=True)
+    loss, gradient = gradients(model, [collate(places, CPU, flat=True)])
+    next_tokens, inputs = collate(places, CPU, flat=True)
     one_document = document_bounds([next_tokens.numel()], CPU)
     leaking_loss, leaking = gradients(model, [(next_tokens, inputs | one_document)])
     assert abs(leaking_loss - loss) > 1e-4 * loss
@@ -179,37 +180,38 @@ def test_padding_does_not_change_the_loss_of_a_row(model_folder: Path, rows: Row
     short, long = rows[int(rows.lengths.argmin())], rows[int(rows.lengths.argmax())]
 
     def loss(places: list[list[Row]]) -> torch.Tensor:
-        next_tokens, inputs = collate(places, CPU, packed=False)
+        next_tokens, inputs = collate(places, CPU, flat=False)
         return token_loss_sum(model(**inputs).logits, next_tokens)
 
     torch.testing.assert_close(loss([[short], [long]]), loss([[short]]) + loss([[long]]))
 
 
 @settings(max_examples=80, deadline=None)
-@example(lengths=[1], micro_batch_size=2, accumulation=1, epochs=2.0, padded=False, rows_at_once=1)
+@example(lengths=[1], micro_batch_size=2, accumulation=1, epochs=2.0, flat=True, rows_at_once=1)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
     micro_batch_size=st.integers(1, 4),
     accumulation=st.integers(1, 3),
     epochs=st.floats(0.1, 3),
-    padded=st.booleans(),
+    flat=st.booleans(),
     rows_at_once=st.integers(1, 100),
 )
 def test_heaviest_micro_batch_is_the_heaviest_that_any_step_has(
-    lengths: list[int], micro_batch_size: int, accumulation: int, epochs: float, padded: bool, rows_at_once: int
+    lengths: list[int], micro_batch_size: int, accumulation: int, epochs: float, flat: bool, rows_at_once: int
 ):
     rows_in_run = max(1, round(len(lengths) * epochs))
     order = {"rows_in_run": rows_in_run, "global_batch_size": micro_batch_size * accumulation, "seed": 3}
 
     def positions(places: list[int]) -> int:
         sizes = [lengths[i] if i != EMPTY else 1 for i in places]
-        return len(sizes) * max(sizes) if padded else sum(sizes)
+        return sum(sizes) if flat else len(sizes) * max(sizes)
 
-    how: Any = {"micro_batch_size": micro_batch_size, "padded": padded, "rows_at_once": rows_at_once}
+    how: Any = {"micro_batch_size": micro_batch_size, "flat": flat, "rows_at_once": rows_at_once}
     found = heaviest_micro_batch(np.array(lengths), **how, **order)
     of_run = []
     for step in range(1, -(-rows_in_run // (micro_batch_size * accumulation)) + 1):
         batch = global_batch(step, rows=len(lengths), **order)
+        batch = dealt_batch(batch, np.array(lengths), micro_batch_size, flat=flat)
         of_run += micro_batches(batch, rank=0, world_size=1, micro_batch_size=micro_batch_size)
     assert positions(found) == max(map(positions, of_run))
     assert found in of_run

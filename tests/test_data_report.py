@@ -37,7 +37,7 @@ from finetune.data import formats
 from finetune.data.batches import Batches
 from finetune.data.dataset import Rows, read_rows
 from finetune.data.encoding import Encoder, Row, Settings
-from finetune.data.sampler import EMPTY, global_batch, positions_in
+from finetune.data.sampler import EMPTY, dealt_batch, global_batch, positions_in
 from finetune.data.sources import Source
 from finetune.errors import InputError
 from recipes import sft
@@ -105,7 +105,7 @@ def as_json(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code:
 def report_of(path: Path, **changes: Any) -> tuple[Report, Rows]:
     """A report on the rows of one file, and these rows."""
     rows = read_rows([Source(str(path))], TOKENIZER, Settings(max_length=128))
-    form = {"max_length": 128, "packing": False, "skips_bad_rows": False, "problems": []}
+    form = {"max_length": 128, "packing": False, "flat": False, "skips_bad_rows": False, "problems": []}
     form |= {"tokens_per_second": None, "speed_from": None}
     form |= {"global_batch_size": 4, "micro_batch_size": 2, "epochs": 1.0, "steps": None, "seed": 0}
     form |= {"train_sources": [Source(str(path))], "held_out_sources": [], "shown_rows": 0, "shown_left_out": 0}
@@ -195,7 +195,8 @@ class TestFigures:
         form |= {"max_length": 128, "global_batch_size": 4, "steps": None}
         batches = [global_batch(step, rows=24, rows_in_run=24, global_batch_size=4, seed=seed) for step in range(1, 7)]
         assert not any(EMPTY in batch for batch in batches)
-        positions = sum(positions_in(batch, rows.lengths, micro_batch_size, padded=True) for batch in batches)
+        dealt = [dealt_batch(batch, rows.lengths, micro_batch_size, flat=False) for batch in batches]
+        positions = sum(positions_in(batch, rows.lengths, micro_batch_size, flat=False) for batch in dealt)
         tokens = int(rows.lengths.sum())
         assert result.unpacked.positions_per_epoch == positions
         assert result.unpacked.padding == pytest.approx(1 - tokens / positions)
@@ -203,7 +204,7 @@ class TestFigures:
         assert result.packed.positions_per_epoch == tokens
         assert result.packed.room_used == pytest.approx(tokens / result.packed.rows_per_epoch / 128)
         for of_input, packing in ((result.unpacked, False), (result.packed, True)):
-            assert of_input.steps == Batches(rows, packing=packing, **form).steps
+            assert of_input.steps == Batches(rows, packing=packing, flat=False, **form).steps
             assert of_input.steps_per_epoch == of_input.rows_per_epoch / 4
 
     def test_weights_decide_on_an_epoch_and_rows_are_counted_once(

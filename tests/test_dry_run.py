@@ -268,7 +268,7 @@ def test_kernels_take_what_their_sources_say():
 
 
 def test_packed_rows_save_what_one_row_of_attention_saves():
-    packed = exact(replace(SETTING, packing=True, micro_batch_size=2))
+    packed = exact(replace(SETTING, layout="packed", micro_batch_size=2))
     apart = exact(replace(SETTING, micro_batch_size=2))
     tokens, layers, heads = 192, 2, 4
     # bounds, positions, and rotary embeddings for each row; the random state of each layer's kernel

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from finetune.config import sections
 from finetune.data.batches import IGNORED
 from finetune.models import adapter as adapters
-from finetune.models import head
-from finetune.models.head import LossOfScores, positions_at_once, take_losses
-from finetune.training.loss import next_token_loss_sum, token_loss_sum
+from finetune.training import loss as losses
+from finetune.training.loss import LossOfScores, next_token_loss_sum, positions_at_once, take_losses, token_loss_sum
+from finetune.units import largest_part
 
 VOCABULARY = 97
 SMALL: dict[str, Any] = {
@@ -85,7 +85,7 @@ def assert_alike(model: PreTrainedModel, batch: tuple[torch.Tensor, dict[str, An
 @pytest.fixture(params=[1, 4, 1000])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Positions whose scores exist at a time."""
-    monkeypatch.setattr(head, "SCORES_BYTES", 4 * VOCABULARY * request.param)
+    monkeypatch.setattr(losses, "SCORES_BYTES", 4 * VOCABULARY * request.param)
     return request.param
 
 
@@ -143,7 +143,8 @@ def test_scores_of_more_positions_than_are_allowed_never_exist(at_once: int, lea
     targets = batch[0].flatten()[trained]
     model(**batch[1], use_cache=False, loss_of_scores=LossOfScores(watching, trained, targets))
     assert {shape[2] for shape in seen} == {VOCABULARY}
-    assert max(shape[1] for shape in seen) == min(len(trained), most)
+    assert max(shape[1] for shape in seen) == largest_part(len(trained), most) <= most
+    assert len(seen) == -(-len(trained) // most)
     assert sum(shape[1] for shape in seen) == len(trained) < batch[0].numel()
 
 
@@ -185,7 +186,7 @@ def test_a_second_backward_pass_fails_instead_of_being_wrong():
 
 
 def test_a_part_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(head, "parts", lambda positions, at_once: iter([slice(0, positions // 2)]))
+    monkeypatch.setattr(losses, "parts", lambda positions, at_once: iter([slice(0, positions // 2)]))
     with pytest.raises(AssertionError):
         assert_alike(model_of("llama"), micro_batch())
 
@@ -208,5 +209,5 @@ def error_of_tiny_gradients() -> float:
 
 def test_gradients_below_the_numbers_of_fp16_are_not_lost(monkeypatch: pytest.MonkeyPatch):
     assert error_of_tiny_gradients() < 0.1
-    monkeypatch.setattr(head, "FP16_SCALE", 1.0)
+    monkeypatch.setattr(losses, "FP16_SCALE", 1.0)
     assert error_of_tiny_gradients() > 0.5

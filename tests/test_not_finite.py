@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import scenarios
+import tiny
 import torch
 from safetensors.torch import load_file
 
 from finetune import distributed
-from finetune.data.sampler import global_batch
+from finetune.data.sampler import dealt_batch, global_batch
 from finetune.errors import RunStopped
 from finetune.training import loss
 from finetune.training.step import scaled
@@ -47,6 +48,13 @@ def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: se
         loss.token_loss_sum = original
 
 
+def rows_of_step(step: int, conversations: Path, micro_batch_size: int) -> list[int]:
+    """In the order of the micro-batches."""
+    lengths = tiny.read_rows(conversations, tiny.build_tokenizer()).lengths
+    rows = global_batch(step, rows=80, rows_in_run=10**6, global_batch_size=ROWS, seed=0)
+    return dealt_batch(rows, lengths, micro_batch_size, flat=True)
+
+
 # every strategy sums gradients in its own way; the loss is summed by one function
 @pytest.mark.parametrize(
     ("strategy", "world_size", "spoil"),
@@ -75,7 +83,7 @@ def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_
     assert "not_finite" not in first
     assert "not_finite" not in third
     assert third["loss"] < 7
-    rows = global_batch(2, rows=80, rows_in_run=10**6, global_batch_size=ROWS, seed=0)
+    rows = rows_of_step(2, conversations, micro_batch_size=2)
     rows = rows[2 * world_size - 2 : 2 * world_size] if of_loss else rows
     assert second["rows"] == [f"{conversations}:{row + 1}" for row in rows]
 
@@ -88,7 +96,7 @@ def test_run_stops_after_so_many_in_a_row_naming_rows_and_the_last_checkpoint(
     with pytest.raises(RunStopped, match="step 7: the loss is not finite; 2 steps in a row left") as error:
         train_with(infinite_with_finite_gradients, {3, 6, 7}, config)  # one alone, then two
     assert "to resume after step 6" in str(error.value)
-    rows = global_batch(7, rows=80, rows_in_run=10**6, global_batch_size=8, seed=0)
+    rows = rows_of_step(7, conversations, micro_batch_size=8)
     assert f"The rows are {', '.join(f'{conversations}:{row + 1}' for row in rows)}." in str(error.value)
     assert [line.get("bad_steps") for line in scenarios.read_metrics(tmp_path / "run")] == [None] * 2 + [
         1,

@@ -199,6 +199,15 @@ def test_packed_rows_give_the_run_of_one_process(strategy: str, world_size: int,
     assert min(m["total_tokens"] for m in metrics) > 0.8 * ROWS_PER_STEP * 64
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_padded_rows_give_the_run_of_flat_ones(strategy: str, run: Run):
+    settings = changes_for("sgd", 0.5, 4) | {"train__steps": 6}
+    flat, padded = run("single", 1, **settings), run(strategy, 2, **settings | {"model__attention": "sdpa"})
+    assert_parity(padded, flat, FP32_TOLERANCE)
+    assert all(more["total_tokens"] > m["total_tokens"] for more, m in zip(padded, flat))
+    assert [m["total_tokens"] for m in run(strategy, 2, **settings)] == [m["total_tokens"] for m in flat]
+
+
 def test_run_after_zero3_in_the_same_process_computes_with_pytorchs_own_linear(run: Run, ranks: Any):
     run("zero3", 2, **changes_for("sgd", 0.0, 2))
     assert ranks(2).run(scenarios.linear_is_pytorchs, strategy="ddp") == [True, True]

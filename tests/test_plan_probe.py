@@ -149,7 +149,7 @@ def test_running_out_of_memory_is_a_sentence_with_the_largest_peak(monkeypatch: 
 def test_steps_are_taken_by_the_recipes_own_pieces():
     """On the CPU, where time is measured and memory is not."""
     setting = Setting(
-        row_tokens=32, adapter="lora", bits=4, rank=4, packing=True, activation_checkpointing=True, accumulation=2
+        row_tokens=32, adapter="lora", bits=4, rank=4, layout="packed", activation_checkpointing=True, accumulation=2
     )
     configs = json.loads((Path(__file__).parent / "model_configs.json").read_text())
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300}

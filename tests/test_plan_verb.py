@@ -151,6 +151,7 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
     fields = set(Setting.__dataclass_fields__)
     for row in found["rows"]:
         assert set(row) == fields | {
+            "packing",
             "method",
             "verdict",
             "worst",

@@ -16,7 +16,6 @@ from finetune.cli import commands
 from finetune.errors import InputError
 from finetune.models import loading
 from finetune.run import session
-from finetune.run.sizes import Sizes
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer
 from recipes import sft
@@ -113,7 +112,10 @@ def test_padding_is_told_where_the_planner_chooses_the_micro_batch(
     found = {}
     for rows in ("auto", 8):
         config = scenarios.configuration(
-            model_folder, conversations, tmp_path / "run", train__global_batch_size=8, train__micro_batch_size=rows
+            *(model_folder, conversations, tmp_path / "run"),
+            train__global_batch_size=8,
+            train__micro_batch_size=rows,
+            model__attention="sdpa",
         )
         assert commands.main(["data", "--config", written(config, tmp_path), "--json"]) == 0
         found[rows] = json.loads(capsys.readouterr().out)
@@ -129,7 +131,7 @@ def train_with_sizes(config: Any) -> tuple[int, int]:
 
     def unlike(*args: Any) -> Any:
         planned = plan_of(*args)
-        return replace(planned, sizes=Sizes(planned.sizes.micro_batch_size, recomputes=rank == 1))
+        return replace(planned, sizes=replace(planned.sizes, recomputes=rank == 1))
 
     with (
         mock.patch.object(session, "plan_of", unlike),

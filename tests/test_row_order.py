@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.refusals import batch_problems
-from finetune.data.sampler import EMPTY, global_batch, micro_batches, positions_in
+from finetune.data.sampler import EMPTY, dealt, dealt_batch, global_batch, micro_batches, positions_in, positions_of
 
 
 def run_of(rows: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
@@ -41,8 +42,8 @@ def test_processes_together_hold_the_global_batch_for_any_number_of_them(
             micro_batches(batch, rank=r, world_size=world_size, micro_batch_size=micro) for r in range(world_size)
         ]
         assert all(len(share) == accumulation for share in shares)
-        dealt = [rows for i in range(accumulation) for share in shares for rows in share[i]]
-        assert dealt == batch
+        in_turn = [rows for i in range(accumulation) for share in shares for rows in share[i]]
+        assert in_turn == batch
 
 
 def test_epochs_have_different_orders_and_seeds_too():
@@ -65,6 +66,45 @@ def test_batch_that_does_not_divide_names_the_nearest_that_do():
 
 
 def test_positions_count_the_padding_of_each_micro_batch():
-    assert positions_in([0, 1, 2, EMPTY], lengths=[5, 3, 7], micro_batch_size=2, padded=True) == 2 * 5 + 2 * 7
-    assert positions_in([0, EMPTY], lengths=[5], micro_batch_size=1, padded=True) == 5 + 1
-    assert positions_in([0, 1, 2, EMPTY], lengths=[5, 3, 7], micro_batch_size=2, padded=False) == 5 + 3 + 7 + 1
+    lengths = np.array([5, 3, 7])
+    assert positions_in([0, 1, 2, EMPTY], lengths, micro_batch_size=2, flat=False) == 2 * 5 + 2 * 7
+    assert positions_in([0, EMPTY], lengths, micro_batch_size=1, flat=False) == 5 + 1
+    assert positions_in([0, 1, 2, EMPTY], lengths, micro_batch_size=2, flat=True) == 5 + 3 + 7 + 1
+
+
+@st.composite
+def global_batches(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    """Sizes of the rows of some global batches, and the rows of a micro-batch."""
+    micro_batch_size, micro_batches, steps = (draw(st.integers(1, most)) for most in (5, 8, 3))
+    row = st.lists(st.integers(1, 3000), min_size=(rows := micro_batch_size * micro_batches), max_size=rows)
+    return np.array([draw(row) for _ in range(steps)]), micro_batch_size
+
+
+@given(global_batches())
+def test_flat_micro_batches_of_a_step_differ_by_no_more_than_two_of_its_rows(drawn: tuple[np.ndarray, int]):
+    sizes, micro_batch_size = drawn
+    order = dealt(sizes, micro_batch_size, flat=True)
+    for row, places in zip(sizes, order):
+        assert sorted(places) == list(range(len(row)))
+        tokens = positions_of(row[places], micro_batch_size, flat=True)
+        assert tokens.max() - tokens.min() <= row.max() - row.min()
+        assert tokens.tolist() == sorted(tokens, reverse=True)  # those computed together are alike
+
+
+@given(global_batches())
+def test_padded_micro_batches_stand_beside_rows_of_their_own_length(drawn: tuple[np.ndarray, int]):
+    sizes, micro_batch_size = drawn
+    for row, places in zip(sizes, dealt(sizes, micro_batch_size, flat=False)):
+        assert sorted(places) == list(range(len(row)))
+        padded = positions_of(row[places], micro_batch_size, flat=False)
+        assert padded.sum() <= positions_of(row, micro_batch_size, flat=False).sum()
+        longest = np.sort(row)[::-1].reshape(-1, micro_batch_size)[:, 0]
+        assert padded.tolist() == (micro_batch_size * longest).tolist()
+
+
+def test_rows_of_a_step_are_those_that_its_number_tells_in_whatever_order():
+    lengths = np.array([3, 90, 2, 70, 50, 8])
+    for step in (1, 2, 3):
+        places = global_batch(step, rows=6, rows_in_run=10, global_batch_size=4, seed=0)
+        for flat in (False, True):
+            assert sorted(dealt_batch(places, lengths, 2, flat=flat)) == sorted(places)

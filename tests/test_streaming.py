@@ -22,6 +22,7 @@ TOKENIZER = tiny.build_tokenizer()
 def stream(*paths: Path | Source, **changes: Any) -> Stream:
     values: dict[str, Any] = {
         "packing": False,
+        "flat": False,
         "steps": 100,
         "global_batch_size": 8,
         "micro_batch_size": 2,
@@ -107,7 +108,7 @@ def test_bad_row_stops_the_run_with_its_line_or_is_told_once_and_skipped(tmp_pat
     path.write_text(path.read_text() + "{broken\n")
     with pytest.raises(InputError, match=r"rows\.jsonl:6: .*data\.on_bad_row skip"):
         stream(path)
-    work = stream(path, skip_bad_rows=True, global_batch_size=5)
+    work = stream(path, skip_bad_rows=True, global_batch_size=5, micro_batch_size=1)
     for step in range(1, 5):  # pass after pass
         assert len(documents(work, step)) == 5
     (line,) = work.newly_rejected()

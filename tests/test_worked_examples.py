@@ -19,7 +19,16 @@ from finetune.checkpoint.manifest import OwnStretch, Part, StoredFile, file_name
 from finetune.compat.fake_tensors import FakeStore
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.packing import efficiency, pack
-from finetune.data.sampler import EMPTY, epoch_order, global_batch, heaviest_micro_batch, micro_batches, positions_in
+from finetune.data.sampler import (
+    EMPTY,
+    dealt,
+    dealt_batch,
+    epoch_order,
+    global_batch,
+    heaviest_micro_batch,
+    micro_batches,
+    positions_of,
+)
 from finetune.data.templates import Template
 from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard
@@ -38,16 +47,27 @@ def test_sampler():
     assert [epoch_order(5, 0, epoch).tolist() for epoch in (0, 1)] == [[2, 4, 3, 0, 1], [1, 4, 3, 0, 2]]
     steps = [global_batch(step, rows=5, **run) for step in (1, 2, 3)]
     assert steps == [[2, 4, 3, 0], [1, 1, 4, 3], [0, 2, EMPTY, EMPTY]]
-    shares = [micro_batches(steps[1], rank=rank, world_size=2, micro_batch_size=1) for rank in (0, 1)]
-    assert shares == [[[1], [4]], [[1], [3]]]
+    in_order = dealt_batch(steps[1], np.array([9, 7, 5, 4, 2]), 1, flat=True)
+    shares = [micro_batches(in_order, rank=rank, world_size=2, micro_batch_size=1) for rank in (0, 1)]
+    assert shares == [[[1], [3]], [[1], [4]]]
+
+
+def test_dealt():
+    sizes = np.array([[9, 2, 7, 3, 5, 2]])
+    for flat, expected, positions in ((False, [9, 7, 5, 3, 2, 2], [18, 10, 4]), (True, [9, 2, 7, 2, 5, 3], [11, 9, 8])):
+        found = sizes[0][dealt(sizes, 2, flat=flat)[0]]
+        assert found.tolist() == expected
+        assert positions_of(found, 2, flat=flat).tolist() == positions
 
 
 def test_heaviest_micro_batch():
     lengths = np.array([3, 9, 2, 7, 5])
-    found = heaviest_micro_batch(lengths, rows_in_run=10, global_batch_size=4, micro_batch_size=2, seed=0, padded=True)
-    assert found == [1, 1]
-    sizes = [positions_in(rows, lengths, 2, padded=True) for rows in ([2, 4], [3, 0], [1, 1])]
-    assert sizes == [10, 14, 18]
+    of_run: dict[str, Any] = {"rows_in_run": 10, "global_batch_size": 4, "micro_batch_size": 2, "seed": 0}
+    expected = {False: ([1, 1, 3, 4], [18, 14], [1, 1]), True: ([1, 3, 1, 4], [16, 14], [1, 3])}
+    for flat, (in_order, positions, heaviest) in expected.items():
+        assert dealt_batch([1, 1, 4, 3], lengths, 2, flat=flat) == in_order
+        assert positions_of(lengths[in_order], 2, flat=flat).tolist() == positions
+        assert heaviest_micro_batch(lengths, flat=flat, **of_run) == heaviest
 
 
 def test_packing():

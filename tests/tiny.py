@@ -93,5 +93,5 @@ def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int = 
 
 def tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """A row alone as the model takes it: what to predict, and the input; each of shape (1, positions)."""
-    next_tokens, inputs = collate([[row]], torch.device("cpu"), packed=False)
+    next_tokens, inputs = collate([[row]], torch.device("cpu"), flat=False)
     return next_tokens, inputs["input_ids"]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -95,7 +96,10 @@ def _report(
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
     refuse_if_any(configuration_problems(cfg))
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing)
+    launch = distributed.Strategy.from_environment()
+    known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
+    dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     settings = settings_of(cfg.data, tokenizer, spec)
     with Preparing(shown=shows_progress) as tell:
@@ -111,13 +115,14 @@ def _report(
         held_out_sources=held_out_sources,
         max_length=cfg.data.max_length,
         packing=cfg.data.packing,
+        flat=spec.flat,
         global_batch_size=cfg.train.global_batch_size,
         micro_batch_size=None if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,
         epochs=cfg.train.epochs,
         steps=cfg.train.steps,
         seed=cfg.train.seed,
         skips_bad_rows=cfg.data.on_bad_row == "skip",
-        problems=problems_of_a_run(cfg, spec, tokenizer, rows, held_out_rows),
+        problems=problems_of_a_run(cfg, launch, spec, tokenizer, rows, held_out_rows),
         tokens_per_second=speed,
         speed_from=None if speed is None else given,
         shown_rows=shown_rows,
@@ -127,13 +132,13 @@ def _report(
 
 def problems_of_a_run(
     cfg: sections.Run,
+    launch: distributed.Strategy,
     spec: ModelSpec,
     tokenizer: PreTrainedTokenizerBase,
     rows: Rows | None,
     held_out: Rows | None,
 ) -> list[str]:
     """Why a run would refuse these data on this machine, by the run's own functions."""
-    launch = distributed.Strategy.from_environment()
     if launch.mixed_precision not in distributed.DTYPES:
         return [distributed.precision_problem(launch.mixed_precision)]
     found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)

@@ -33,8 +33,9 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. When off, a downloaded model is only data, never a program."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation. auto lets transformers choose: sdpa (PyTorch's scaled_dot_product_attention) for most
-    models. With data.packing, auto uses PyTorch's variable-length attention."""
+    """Attention implementation. With auto the rows of a micro-batch lie end to end, blind to each other and without
+    padding, in PyTorch's variable-length attention; where a model or GPU cannot do that, they are padded, and
+    transformers chooses. eager and sdpa (PyTorch's scaled_dot_product_attention) pad."""
 
 
 class Quantization(Section):
@@ -99,8 +100,8 @@ class Data(Section):
     left without a trained token are dropped and counted. keep_end: their beginning is cut off, system message
     included. drop: they are left out and counted. error: each is an unusable row."""
     packing: bool = False
-    """Pack several documents into one row of max_length tokens to avoid padding. A document does not attend to the
-    others. global_batch_size and micro_batch_size then count packed rows."""
+    """Pack several documents into one row of max_length tokens, so that all rows are nearly as long. A document does
+    not attend to the others. global_batch_size and micro_batch_size then count packed rows."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are trained: every assistant answer including its end-of-turn token, only the last answer, or all
     tokens. For prompt and completion, it is the completion; for a plain text, all tokens."""

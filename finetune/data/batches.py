@@ -1,8 +1,8 @@
 """Rows of the model's input, the batches they form, and the tensors of a micro-batch.
 
 A row of the input is one document, or several with packing. ``Batches`` knows which rows belong to which optimizer
-step; ``collate`` pads the rows of a micro-batch to the longest, or lays them end to end with the bounds of their
-documents.
+step; ``collate`` lays the rows of a micro-batch end to end with the bounds of their documents, or pads them to the
+longest.
 """
 
 import math
@@ -18,7 +18,7 @@ from finetune.data.dataset import describe, rejected_lines
 from finetune.data.encoding import Row
 from finetune.data.packing import efficiency, pack_apart
 from finetune.data.rows import Rows
-from finetune.data.sampler import EMPTY, global_batch, heaviest_micro_batch, positions_in
+from finetune.data.sampler import EMPTY, dealt_batch, global_batch, heaviest_micro_batch, positions_in
 
 IGNORED = -100
 """Label of a position that is not trained (the ``ignore_index`` of PyTorch and transformers)."""
@@ -29,7 +29,7 @@ class Batch:
     """The rows of one optimizer step, over all processes."""
 
     places: list[int]
-    """Numbers of the rows, ``EMPTY`` where the run has no more."""
+    """Numbers of the rows, micro-batch after micro-batch; ``EMPTY`` where the run has no more."""
     trained_tokens: int
     tokens: int
     """Tokens of the documents, without padding."""
@@ -45,6 +45,7 @@ class Batches:
     Args:
         rows: the documents.
         packing: whether documents share rows of ``max_length`` tokens.
+        flat: whether the rows of a micro-batch lie end to end, without padding; packed rows always do.
         steps: optimizer steps of the run; None for ``epochs``.
     """
 
@@ -53,6 +54,7 @@ class Batches:
         rows: Rows,
         *,
         packing: bool,
+        flat: bool,
         max_length: int,
         steps: int | None,
         epochs: float,
@@ -67,20 +69,21 @@ class Batches:
         rows_in_run = steps * global_batch_size if steps else max(1, round(self.rows_in_epoch * epochs))
         self.steps = math.ceil(rows_in_run / global_batch_size)
         self.order = {"rows_in_run": rows_in_run, "global_batch_size": global_batch_size, "seed": seed}
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size, self.flat = micro_batch_size, flat or packing
         lengths, trained = rows.lengths, rows.trained_tokens
         self.lengths = lengths if self.packs is None else self.packs.tokens(lengths)
         self.trained_tokens = trained if self.packs is None else self.packs.tokens(trained)
 
     def step(self, step: int) -> Batch:
         """The rows of an optimizer step, from 1."""
-        places = global_batch(step, rows=self.rows_in_epoch, **self.order)
+        how: dict[str, Any] = {"micro_batch_size": self.micro_batch_size, "flat": self.flat}
+        places = dealt_batch(global_batch(step, rows=self.rows_in_epoch, **self.order), self.lengths, **how)
         taken = [place for place in places if place != EMPTY]
         return Batch(
             places,
             trained_tokens=int(self.trained_tokens[taken].sum()),
             tokens=int(self.lengths[taken].sum()),
-            total_tokens=positions_in(places, self.lengths, self.micro_batch_size, padded=self.packs is None),
+            total_tokens=positions_in(places, self.lengths, **how),
             sources=lambda: sources_of(map(self.documents, taken)),
         )
 
@@ -93,7 +96,7 @@ class Batches:
     def heaviest(self) -> list[list[Row]]:
         """Documents of the micro-batch with the most positions of the whole run."""
         places = heaviest_micro_batch(
-            self.lengths, micro_batch_size=self.micro_batch_size, padded=self.packs is None, **self.order
+            self.lengths, micro_batch_size=self.micro_batch_size, flat=self.flat, **self.order
         )
         return [self.documents(place) for place in places]
 
@@ -145,13 +148,13 @@ def describe_batch(places: Sequence[Sequence[Row]]) -> str:
 
 
 def collate(
-    places: Sequence[Sequence[Row]], device: torch.device, *, packed: bool
+    places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """One micro-batch on its device: the tokens to predict, and the model's keyword arguments.
 
-    Padded on the right to the longest row, without an attention mask: with causal attention nothing looks at what
-    stands to its right, and no loss is taken at padded positions; so attention keeps its fastest path. Packed: one
-    flat row of all documents without padding, with their bounds, which ``finetune.models.attention`` respects.
+    Flat: one row of all documents without padding, with their bounds, which ``finetune.models.attention`` respects.
+    Padded: on the right to the longest row, without an attention mask: with causal attention nothing looks at what
+    stands to its right, and no loss is taken at padded positions; so attention keeps its fastest path.
 
     Args:
         places: the documents of each row of the input. A row without documents becomes one of a single token that is
@@ -159,11 +162,11 @@ def collate(
 
     Returns:
         ``next_tokens`` (labels, shifted already; ``IGNORED`` where nothing is trained) and ``input_ids``, each of
-        shape (rows, positions) and int64; packed, of shape (1, positions), and with the bounds of the documents.
+        shape (rows, positions) and int64; flat, of shape (1, positions), and with the bounds of the documents.
     """
     empty = Row(np.zeros(1, np.int32), [], "")
     lines = [list(documents) or [empty] for documents in places]
-    if packed:
+    if flat:
         lines = [[document for documents in lines for document in documents]]
     positions = max(sum(len(row.tokens) for row in documents) for documents in lines)
     input_ids = torch.zeros(len(lines), positions, dtype=torch.int64)
@@ -176,7 +179,7 @@ def collate(
             for first, end in row.spans:
                 next_tokens[line, start + first - 1 : start + end - 1] = tokens[first:end]
             start += len(tokens)
-    bounds = document_bounds([len(row.tokens) for row in lines[0]], device) if packed else {}
+    bounds = document_bounds([len(row.tokens) for row in lines[0]], device) if flat else {}
     return next_tokens.to(device), {"input_ids": input_ids.to(device), **bounds}
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from finetune.data.batches import Batch, sources_of
 from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import Refused, encoded
 from finetune.data.packing import pack
-from finetune.data.sampler import positions_in
+from finetune.data.sampler import dealt_batch, positions_in
 from finetune.data.sources import Source, extent
 from finetune.data.sources.turns import in_turns, readings_of
 from finetune.errors import InputError, RunStopped, refuse_if_any
@@ -47,6 +48,7 @@ class Stream:
         settings: Settings,
         *,
         packing: bool,
+        flat: bool,
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
@@ -54,7 +56,8 @@ class Stream:
         vocabulary: int,
         skip_bad_rows: bool,
     ) -> None:
-        self.entries, self.settings, self.packing = entries, settings, packing
+        self.entries, self.settings = entries, settings
+        self.packing, self.flat = packing, flat or packing
         self.encoder = Encoder(tokenizer, settings)
         self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
         self.steps, self.vocabulary, self.skip_bad_rows = steps, vocabulary, skip_bad_rows
@@ -104,14 +107,15 @@ class Stream:
         while self.next_step <= step:
             self.current = list(islice(self._places, self.global_batch_size))
             self.next_step += 1
-        lengths = [sum(len(row.tokens) for row in documents) for documents in self.current]
-        places = list(range(self.global_batch_size))
+        lengths = np.array([sum(len(row.tokens) for row in documents) for documents in self.current])
+        how: dict[str, Any] = {"micro_batch_size": self.micro_batch_size, "flat": self.flat}
+        places = dealt_batch(range(self.global_batch_size), lengths, **how)
         return Batch(
             places,
             trained_tokens=sum(row.trained_tokens for documents in self.current for row in documents),
-            tokens=sum(lengths),
-            total_tokens=positions_in(places, lengths, self.micro_batch_size, padded=not self.packing),
-            sources=partial(sources_of, self.current),
+            tokens=int(lengths.sum()),
+            total_tokens=positions_in(places, lengths, **how),
+            sources=partial(sources_of, [self.current[place] for place in places]),
         )
 
     def documents(self, place: int) -> list[Row]:

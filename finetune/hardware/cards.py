@@ -29,7 +29,7 @@ _TELLS_NOTHING = re.compile(
 )
 """Of a card's name: its vendor and product line, and the socket and memory of the cards in cards.yaml."""
 _HOPPER = (9, 0)
-_AMPERE = (8, 0)
+AMPERE = (8, 0)
 """The compute capability of the first tensor cores that multiply in bf16, and of the first with flash attention."""
 
 
@@ -73,7 +73,7 @@ class Gpu:
     @property
     def bf16(self) -> bool:
         """Whether it multiplies in bf16; if not, it trains in fp16. A card that is not known is taken to do so."""
-        return self.compute_capability is None or self.compute_capability >= _AMPERE
+        return self.compute_capability is None or self.compute_capability >= AMPERE
 
     @property
     def has_flash_attention(self) -> bool:

@@ -3,6 +3,6 @@
 ``spec`` (what is known before weights are read), ``loading`` (configuration, tokenizer, weights, answers),
 ``end_tokens`` (at which a model stops),
 ``weight_files`` (headers, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,
-``attention`` and ``packing_support`` (documents of a packed row), ``head`` (losses of its scores, some positions at a
-time), ``flops``.
+``attention``, ``document_attention`` (without a GPU) and ``packing_support`` (documents that lie end to end),
+``flops``.
 """

@@ -4,21 +4,18 @@
 ``attn_implementation="packed"`` then takes one flat row of documents, ``input_ids`` of shape (1, T), together with
 the bounds that ``batches.document_bounds`` makes. These are the keyword arguments of transformers' flash attention,
 so that ``flash_attention_2`` and its successors take the same call. On CUDA torch's own variable-length flash attention
-does the work, with grouped key and value heads as they are; elsewhere each document goes through
-``scaled_dot_product_attention`` by itself. What would be silently wrong is refused in the call, and
-``packing_support.problems`` says what can be told before weights are loaded. Limits: no key-value cache (see
-``stock_attention``); one row per call; a 2-D ``attention_mask`` given to the model changes nothing, because
-transformers drops it on the way here.
+does the work, with grouped key and value heads as they are; elsewhere ``document_attention`` does. What would be
+silently wrong is refused in the call, and ``packing_support.problems`` says what can be told before weights are loaded.
+Limits: no key-value cache (see ``stock_attention``); one row per call; a 2-D ``attention_mask`` given to the model
+changes nothing, because transformers drops it on the way here.
 """
 
 import inspect
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AttentionInterface,
@@ -27,15 +24,24 @@ from transformers import (
 
 from finetune.compat.transformers_private import attention_of
 from finetune.errors import InputError
+from finetune.models import document_attention
 
 PACKED = "packed"
 """The name for ``attn_implementation``."""
+OTHERWISE = "Rows are padded, and need no packed attention, with model.attention sdpa and data.packing false."
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 """transformers' own functions that respect document bounds."""
 
 # torch 2.11 groups heads without being told; remove when torch >= 2.12 is required
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-_HARMLESS = {"position_ids", "use_cache", "output_hidden_states", "output_router_logits", "return_dict"}
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+}
 """Keyword arguments that models pass on and that change nothing in attention."""
 
 
@@ -78,33 +84,36 @@ def packed_attention(
     Raises:
         InputError: if the call asks for what this function does not compute.
     """
-    causal = module.is_causal if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     asked = sorted(n for n, v in others.items() if n not in _HARMLESS and v is not None and v is not False)
     if cu_seq_lens_q is None or max_length_q is None:
         problem = "without document bounds; pass **document_bounds(lengths, device) to the model"
     elif max_length_k != max_length_q or cu_seq_lens_k is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         problem = "with different bounds for keys and queries; pass both as document_bounds returns them"
     elif attention_mask is not None:
-        problem = "with an attention mask, which it does not support; leave attention_mask out"
+        problem = "with an attention mask, which it does not support"
     elif query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         problem = (
             f"with {query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys; it takes one row without "
             "a cache: pass use_cache=False, and generate under stock_attention(model)"
         )
     elif not causal:
-        problem = "by a layer that is not causal; choose a decoder, or set data.packing to false"
+        problem = "by a layer that is not causal"
     elif asked:
-        problem = (
-            f"with {', '.join(asked)}, which it does not support; choose flash_attention_2, or set data.packing to "
-            "false"
-        )
+        problem = f"with {', '.join(asked)}, which it does not support"
     elif query.is_cuda:
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout)
         return output, None
     else:
-        output = _each_document(query, key, value, cu_seq_lens_q.tolist(), scaling, sliding_window, dropout)
+        bounds = cu_seq_lens_q.tolist()
+        if bounds[-1] != query.shape[2]:
+            raise InputError(
+                f"packed attention was called with bounds up to {bounds[-1]} for a row of {query.shape[2]} tokens; "
+                "give document_bounds the lengths of all documents in the row, padding included."
+            )
+        output = document_attention.each_document(query, key, value, bounds, scaling, sliding_window, dropout)
         return output, None
-    raise InputError(f"packed attention was called {problem}.")
+    raise InputError(f"packed attention was called {problem}. {OTHERWISE}")
 
 
 def _varlen(
@@ -125,12 +134,12 @@ def _varlen(
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise InputError(
             f"packed attention was called in {query.dtype} on a GPU, where it only computes in bfloat16 and float16; "
-            "set mixed_precision to bf16, or set data.packing to false."
+            f"set mixed_precision to bf16. {OTHERWISE}"
         )
     if dropout:
         raise InputError(
             f"packed attention was called with dropout {dropout}, which it cannot apply on a GPU; set the model's "
-            "attention_dropout to 0, or set data.packing to false."
+            f"attention_dropout to 0. {OTHERWISE}"
         )
     # flash attention counts the positions before the token's own; -1 is all of them
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
@@ -140,41 +149,6 @@ def _varlen(
     )
     assert isinstance(output_THD, torch.Tensor)  # a tuple only where auxiliary outputs are asked for
     return output_THD[None]
-
-
-def _each_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: list[int],
-    scaling: float | None,
-    sliding_window: int | None,
-    dropout: float,
-) -> torch.Tensor:
-    """One document after the other, for devices without the kernel."""
-    if bounds[-1] != query.shape[2]:
-        raise InputError(
-            f"packed attention was called with bounds up to {bounds[-1]} for a row of {query.shape[2]} tokens; give "
-            "document_bounds the lengths of all documents in the row, padding included."
-        )
-    outputs = []
-    for start, end in itertools.pairwise(bounds):
-        band = None
-        if sliding_window is not None and end - start > sliding_window:
-            band = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
-            band = band.tril().triu(1 - sliding_window)
-        output = F.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            attn_mask=band,
-            is_causal=band is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(output.transpose(1, 2))
-    return torch.cat(outputs, dim=1)
 
 
 @contextmanager

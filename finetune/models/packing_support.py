@@ -1,5 +1,6 @@
-"""Which models support packed rows, from the configuration alone, before any weight is loaded."""
+"""Which models keep the documents of a flat row apart, from the configuration alone, before any weight is loaded."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,44 @@ _ISOLATED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types in which bounds keep documents apart; others mix, compress or chunk along the whole row."""
 _SINKS = {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
 """Model types whose softmax has a learned sink, which no configuration key shows."""
+_OTHER_CALL = {"doge", "nemotron"}
+"""Model types that do not hand the bounds of documents on to attention, or hand on a mask of their own."""
 _WINDOW_IN_MASK = {"phimoe"}
 """Model types whose sliding window is only in the mask, and not passed to attention."""
 
 
+def attention_for(
+    config: PreTrainedConfig, attention: str, *, packing: bool, dtype: torch.dtype, own_code: bool
+) -> tuple[str, bool]:
+    """The name for ``attn_implementation``, and whether rows that are not packed lie end to end, without padding.
+
+    They do wherever the attention that they need is at hand, unless another is asked for.
+
+    Args:
+        attention: as ``model.attention``.
+        packing: whether rows are packed, which needs that attention.
+        dtype: in which the model computes.
+        own_code: whether code that comes with a model may be run.
+    """
+    chosen = PACKED if attention == "auto" else attention
+    lacking = problems(config, attention=chosen, dtype=dtype, capability=own_capability(), own_code=own_code)
+    return attention if lacking and not packing else chosen, not lacking
+
+
+def own_capability() -> tuple[int, int] | None:
+    """Compute capability of the GPU that this process will use; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def problems(
-    config: PreTrainedConfig, *, attention: str, dtype: torch.dtype, capability: tuple[int, int] | None
+    config: PreTrainedConfig,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    own_code: bool = False,
 ) -> list[str]:
     """Why documents cannot be packed for a model, as sentences, before its weights are loaded.
 
@@ -27,6 +60,7 @@ def problems(
         attention: the name for ``attn_implementation``.
         dtype: in which the model computes.
         capability: the GPU's compute capability, (8, 0) for Ampere; None where there is no GPU.
+        own_code: whether code that comes with a model may be run.
     """
     off = "or set data.packing to false"
     if attention not in (PACKED, *FLASH):
@@ -41,6 +75,10 @@ def problems(
             f"{name} is not one of transformers' causal language models, so packing may be unsafe; "
             f"choose another model, {off}."
         ]
+    if own_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return [f"{name} comes with code of its own, which may not keep documents apart; choose another model, {off}."]
+    if text.model_type in _OTHER_CALL:
+        return [f"{name} does not tell attention where documents begin; choose another model, {off}."]
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     settings = text.to_dict()
     found = []
@@ -51,8 +89,8 @@ def problems(
     if is_stateful(architecture) or mixing:
         kinds = f" ({', '.join(mixing)})" if mixing else ""
         found.append(f"{name} has layers{kinds} that mix packed documents; choose a model of attention layers, {off}.")
-    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not settings.get("is_decoder")
-    if encoder or config.is_encoder_decoder:
+    # of its kind, also one that is used as a decoder: RoBERTa's and its like count positions in their own way
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
         found.append(f"{name} is or has an encoder, which packing does not support; choose a decoder, {off}.")
     if text.model_type in _WINDOW_IN_MASK and settings["sliding_window"] is not None:
         found.append(f"{name} does not pass its sliding window to attention; set sliding_window to null, {off}.")

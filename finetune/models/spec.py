@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
-from finetune.models import attention, loading, quantization
+from finetune.models import loading, packing_support, quantization
 from finetune.models.end_tokens import end_tokens_of
 
 
@@ -21,20 +21,30 @@ class ModelSpec:
     """4 or 8 to quantise the linear layers as they are read; None for the weights as they are stored."""
     attention: str
     """The name for ``attn_implementation``, or auto."""
+    flat: bool
+    """Rows that are not packed lie end to end too, without padding (see ``models.attention``)."""
 
     @classmethod
-    def read(cls, section: sections.Model, quantised: sections.Quantization, *, packing: bool) -> "ModelSpec":
+    def read(
+        cls, section: sections.Model, quantised: sections.Quantization, *, packing: bool, dtype: torch.dtype
+    ) -> "ModelSpec":
         """Read the config.json.
+
+        Args:
+            packing: whether documents share rows.
+            dtype: in which the model computes.
 
         Raises:
             InputError: if it cannot be read, or describes no model that transformers knows.
         """
-        return cls(
-            section,
-            loading.load_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code),
-            None if quantised.bits == "none" else quantised.bits,
-            attention.PACKED if packing and section.attention == "auto" else section.attention,
+        config = loading.load_config(
+            section.path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
+        bits = None if quantised.bits == "none" else quantised.bits
+        attention, flat = packing_support.attention_for(
+            config, section.attention, packing=packing, dtype=dtype, own_code=section.trust_remote_code
+        )
+        return cls(section, config, bits, attention, flat)
 
     @property
     def text_config(self) -> PreTrainedConfig:

@@ -42,6 +42,8 @@ class _Read:
     precision: str
     notes: tuple[str, ...]
     longest_row_tokens: int
+    flat: bool = False
+    """Rows that are not packed lie end to end."""
 
     def setting(self, method: Method) -> Setting:
         """What all ways to train have in common."""
@@ -52,6 +54,7 @@ class _Read:
             world_size=self.machines.world_size,
             precision=self.precision,
             row_tokens=self.longest_row_tokens,
+            flat=self.flat,
             flash=self.machines.gpu.has_flash_attention,
         )
 
@@ -110,6 +113,7 @@ def asked(
         notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
     methods = _methods(read, options, model, is_open=config_file(arguments) is None)
     refuse_if_any(_contradictions(read, options, batch))
+    read = replace(read, flat=_is_flat(read, model))
     positions = model.anatomy.positions
     refuse_if_any(position_problems(cfg.data.max_length, positions) if cfg.data.streaming else [])
     if positions is not None and not cfg.data.packing and cfg.data.max_length > positions:
@@ -139,6 +143,17 @@ def asked(
         flags=tuple(flags.items()),
     )
     return Asked(question, cfg.model.path, cfg.model.revision, tuple(notes))
+
+
+def _is_flat(read: _Read, model: Model) -> bool:
+    """Whether a run would lay rows end to end: see ``packing_support.attention_for``, which knows the run's GPU."""
+    section, train = read.cfg.model, read.cfg.train
+    computes_in_16_bits = read.precision != "no" or train.weights == "bf16"
+    is_open = section.attention in ("auto", "flash_attention_2", "flash_attention_3")
+    gpu = read.machines.gpu
+    return (
+        is_open and computes_in_16_bits and model.anatomy.keeps_apart and not packing_problems(gpu.compute_capability)
+    )
 
 
 def _on_weights(model: sections.Model) -> list[str]:

@@ -52,6 +52,7 @@ def row_record(row: Row, plan: Plan, fastest: float) -> dict[str, Any]:
     epoch = plan.question.epoch_tokens
     return {
         **asdict(setting),
+        "packing": setting.packing,
         "method": row.method.text,
         "verdict": row.verdict,
         "worst": row.worst.what,

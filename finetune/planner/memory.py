@@ -60,8 +60,9 @@ class StepMemory:
 
 
 def micro_batch_of(step: Step, setting: Setting, mean_document_tokens: float) -> MicroBatch:
-    """The micro-batch of a setting, with the documents of its rows where they are packed."""
-    documents = setting.tokens / mean_document_tokens if setting.packing else 0.0
+    """The micro-batch of a setting, with the documents that attention keeps apart."""
+    packed = setting.tokens / mean_document_tokens
+    documents = {"padded": 0.0, "flat": float(setting.micro_batch_size), "packed": packed}[setting.layout]
     return step.micro_batch(setting.micro_batch_size, setting.row_tokens, documents)
 
 

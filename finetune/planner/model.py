@@ -129,7 +129,8 @@ def traced_setting(setting: Setting) -> Setting:
     precision = setting.precision
     if precision == "fp16" and strategy != setting.strategy:
         precision = "bf16"  # what fp16 adds to the engine's step is done on the host
-    return replace(setting, strategy=strategy, world_size=world_size, precision=precision)
+    layout = "flat" if setting.flat else "padded"
+    return replace(setting, strategy=strategy, world_size=world_size, precision=precision, layout=layout)
 
 
 def published_bits(config: Mapping[str, Any]) -> int | None:

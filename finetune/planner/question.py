@@ -79,7 +79,8 @@ class Question:
 
     def attended(self, setting: Setting) -> float:
         """Tokens of the document of a token, in rows of a setting."""
-        return min(self.attended_tokens or self.mean_document_tokens, setting.row_tokens)
+        attended = self.attended_tokens or self.mean_document_tokens
+        return attended if setting.flat else min(attended, setting.row_tokens)  # flat, rows need not be equally long
 
     def setting(self, strategy: str, method: Method, checkpointing: bool, micro_batch_size: int) -> Setting:
         """One way to train that answers."""

@@ -205,7 +205,7 @@ def _problems(setting: Setting, machines: Machines, mean_document_tokens: float)
             f"The setting has {setting.world_size} processes and {machines.text} has {machines.world_size} GPUs; give "
             "one process to each."
         )
-    if not 0 < mean_document_tokens <= setting.row_tokens:
+    if not setting.flat and not 0 < mean_document_tokens <= setting.row_tokens:
         found.append(
             f"Documents of {mean_document_tokens:g} tokens do not fit into rows of {setting.row_tokens}; give a mean "
             f"between 1 and {setting.row_tokens}."

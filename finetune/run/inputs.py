@@ -83,6 +83,7 @@ def batches_of(
     """
     form: dict[str, Any] = {
         "packing": data.packing,
+        "flat": spec.flat,
         "global_batch_size": train.global_batch_size,
         "micro_batch_size": train.least_micro_batch_size,
         "seed": train.seed,

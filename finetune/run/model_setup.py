@@ -10,9 +10,9 @@ from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import loading
-from finetune.models.head import take_losses
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
+from finetune.training.loss import take_losses
 
 
 def load_model(

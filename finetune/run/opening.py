@@ -90,7 +90,10 @@ def introduction(
     if cfg.model.random_weights:
         seed = cfg.train.seed
         lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")
-    lines += batches.describe() + plan_lines
+    lines += batches.describe()
+    if not batches.flat:
+        lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")
+    lines += plan_lines
     if held_out:
         lines.append(dataset.describe(held_out, "held-out"))
         if isinstance(batches, Batches) and (shared := dataset.shared_with(held_out, batches.rows)):

@@ -60,10 +60,11 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         precision = launch.mixed_precision
         now = cfg.model_dump()
         refuse_if_any(resuming.config_problems(resumes_from, now, precision=precision, weights_only=weights_only))
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing)
+    dtype = distributed.compute_dtype(launch, cfg.train.weights)
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
     stored_bits = spec.stored_bits
     refuse_if_any(
-        model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
+        model_problems(spec, cfg.data, dtype)
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
     )
     skeleton = spec.skeleton
@@ -118,8 +119,13 @@ def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> 
     found = quantization.problems(spec.config, spec.bits)
     found += loading.attention_problems(spec.config, spec.section.attention, spec.section.trust_remote_code)
     if data.packing:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        found += packing_support.problems(spec.config, attention=spec.attention, dtype=dtype, capability=capability)
+        found += packing_support.problems(
+            spec.config,
+            attention=spec.attention,
+            dtype=dtype,
+            capability=packing_support.own_capability(),
+            own_code=spec.section.trust_remote_code,
+        )
     return found
 
 

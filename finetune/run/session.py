@@ -81,7 +81,7 @@ class Session:
         """
         self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
         self.batches, self.held_out, self.loss_sum = batches, held_out, loss_sum
-        self.collate = partial(collate or data_batches.collate, packed=cfg.data.packing)
+        self.collate = partial(collate or data_batches.collate, flat=batches.flat)
         self.folder = Path(cfg.train.output_dir)
         self.asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
         self.progress = Progress()
@@ -336,6 +336,7 @@ class Session:
             self.loss_sum,
             self.held_out,
             micro_batch_size=self.batches.micro_batch_size,
+            flat=self.batches.flat,
             collate=self.collate,
         )
 

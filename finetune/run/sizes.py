@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from finetune import distributed, planner
 from finetune.config import sections
 from finetune.config.refusals import planner_problems
@@ -21,19 +23,26 @@ class Sizes:
     micro_batch_size: int
     recomputes: bool
     """Activations are computed again in the backward pass."""
+    flat: bool
+    """The rows of a micro-batch lie end to end, without padding."""
 
     def agreed(self, everyone: list["Sizes"]) -> "Sizes":
         """Those of the whole run, given those of each process, of which some may have smaller GPUs than others.
 
         Raises:
-            InputError: if the planner chose different micro-batches.
+            InputError: if the planner chose different micro-batches, or some GPUs need padding and others do not.
         """
+        if len({each.flat for each in everyone}) > 1:
+            raise InputError(
+                "The processes have different GPUs, of which only some can compute rows without padding; set "
+                "model.attention to sdpa."
+            )
         if len({each.micro_batch_size for each in everyone}) > 1:
             raise InputError(
                 "The processes have different GPUs, for which the planner chose different micro-batches; set "
                 "train.micro_batch_size to a number."
             )
-        return Sizes(self.micro_batch_size, any(each.recomputes for each in everyone))
+        return replace(self, recomputes=any(each.recomputes for each in everyone))
 
     def written_into(self, train: sections.Train) -> sections.Train:
         """The section with these sizes where it left them open."""
@@ -60,7 +69,8 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
     Raises:
         InputError: if it cannot fit, or if the planner cannot tell and is asked to choose the micro-batch.
     """
-    longest = max(sum(len(row.tokens) for row in documents) for documents in batches.heaviest())
+    lengths = [sum(len(row.tokens) for row in documents) for documents in batches.heaviest()]
+    longest = -(-sum(lengths) // len(lengths)) if batches.flat else max(lengths)
     config, problems = spec.config.to_dict(), list[str]()
     config.pop("_name_or_path", None)  # wherever it was read from, its traces are the same
     try:
@@ -74,10 +84,12 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
             raise InputError(
                 f"train.micro_batch_size: auto lets the planner choose. {why} Set it to a number."
             ) from error
-        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes)
+        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes, batches.flat)
         return Planned(None, [f"plan: none. {why}"], sizes)
     refuse_if_any(problems)
-    return Planned(plan, plan.describe(), Sizes(plan.setting.micro_batch_size, plan.setting.activation_checkpointing))
+    chosen = plan.setting
+    sizes = Sizes(chosen.micro_batch_size, chosen.activation_checkpointing, batches.flat)
+    return Planned(plan, plan.describe(), sizes)
 
 
 def _plan(
@@ -103,6 +115,10 @@ def _plan(
         world_size=launch.world_size,
         precision=launch.mixed_precision,
         row_tokens=longest,
+        # traced by our own attention, which a GPU computes in 16 bits only: other rows are planned as if padded
+        flat=batches.flat
+        and model.anatomy.keeps_apart
+        and distributed.compute_dtype(launch, train.weights) != torch.float32,
     )
     return planner.plan_run(
         model,

@@ -4,6 +4,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
+from finetune.hardware.cards import AMPERE
+from finetune.models import packing_support
+from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
 
 OF_A_PLACE = {"layer_idx", "layer_index", "training"}
@@ -33,6 +36,7 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         lead=lead,
         period=period,
         positions=getattr(text, "max_position_embeddings", None),
+        keeps_apart=not packing_support.problems(config, attention=PACKED, dtype=torch.bfloat16, capability=AMPERE),
     )
 
 

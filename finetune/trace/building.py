@@ -18,9 +18,9 @@ from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import attention, quantization
 from finetune.models import loading as models
-from finetune.models.head import take_losses
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
+from finetune.training.loss import take_losses
 
 
 class Params4bit(FakeTensor):
@@ -70,9 +70,9 @@ def build(
     Raises:
         InputError: if the adapter cannot be attached.
     """
-    if setting.packing:
+    if setting.flat:
         attention.register()
-    chosen: dict[str, Any] = {"attn_implementation": attention.PACKED} if setting.packing else {}
+    chosen: dict[str, Any] = {"attn_implementation": attention.PACKED} if setting.flat else {}
     with contextlib.nullcontext() if real else initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     model.tie_weights()  # which the initialisation that was left out does

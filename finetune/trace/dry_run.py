@@ -19,7 +19,6 @@ from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError, refuse_if_any
-from finetune.models.head import head_of
 from finetune.shipped import shipped_files
 from finetune.trace import building
 from finetune.trace.anatomy import decoder_layers
@@ -172,7 +171,7 @@ def _trace(
         model: Any = building.build(config, setting, dtype, real=not answers_itself)
     ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
-    ledger.built, head = ledger.events, head_of(model)
+    ledger.built, head = ledger.events, loss.head_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
@@ -250,8 +249,8 @@ def _tell_layers(ledger: Ledger, model: torch.nn.Module, layers: int) -> None:
 
 
 def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Every row of the longest length; packed, each a document of the one row."""
-    if not setting.packing:
+    """Every row of the longest length; flat, each a document of the one row."""
+    if not setting.flat:
         shape = (setting.micro_batch_size, setting.row_tokens)
         return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     with without_modes():  # the bounds of documents are read

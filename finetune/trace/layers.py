@@ -28,6 +28,8 @@ class Anatomy:
     """After them, each layer is like the one so many places before."""
     positions: int | None
     """The longest row that the model is made for."""
+    keeps_apart: bool = False
+    """Whether its attention keeps the documents of a flat row apart, on GPUs that can."""
 
     def depths(self, least: int) -> tuple[int, int]:
         """Two numbers of layers to trace; twice all where these are less work.

@@ -19,9 +19,9 @@ from finetune.compat.fake_tensors import (
     answer_replicas,
     without_modes,
 )
-from finetune.models import head
 from finetune.trace.powers import CONSTANT, PARTS
 from finetune.trace.shallow import MORE_PARTS
+from finetune.training import loss
 
 if TYPE_CHECKING:
     from finetune.trace.ledger import Ledger
@@ -73,14 +73,14 @@ def libraries_take_fakes() -> Iterator[None]:
     import peft  # noqa: F401
 
     from finetune.compat import bitsandbytes_private, transformers_private
-    from finetune.models import attention
+    from finetune.models import document_attention
     from finetune.trace.building import Params4bit
 
     with _replaced(
         *fake_tensors.changes(),
         *transformers_private.fake_tensor_changes(),
         *bitsandbytes_private.fake_tensor_changes(Params4bit),
-        (attention, "_each_document", _in_one_kernel),
+        (document_attention, "each_document", _in_one_kernel),
     ):
         yield
 
@@ -128,7 +128,7 @@ def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.Abstract
         ledger.begin("loss")
         ledger.times = CONSTANT
 
-    return _replaced((head, "parts", parts))
+    return _replaced((loss, "parts", parts))
 
 
 def _in_one_kernel(

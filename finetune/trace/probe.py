@@ -126,7 +126,7 @@ def _measured(
                 torch.cuda.reset_peak_memory_stats()
             begun = time.perf_counter()
         for _ in range(setting.accumulation):
-            micro_batch = batches.collate(rows, accelerator.device, packed=setting.packing)
+            micro_batch = batches.collate(rows, accelerator.device, flat=setting.flat)
             divide_by = setting.accumulation * setting.tokens
             step.backward(accelerator, model, loss.next_token_loss_sum, micro_batch, divide_by=divide_by)
         step.step_if_finite(accelerator, model, optimizer, 1.0)

@@ -36,7 +36,9 @@ class Setting:
     """Rows of a micro-batch."""
     row_tokens: int = 2048
     """Positions of the longest row."""
-    packing: bool = False
+    layout: str = "padded"
+    """How the rows of a micro-batch lie: ``padded`` to the longest, ``flat``, which is end to end, or ``packed``, which
+    is flat with several documents in each."""
     accumulation: int = 1
     """Micro-batches of one process in an optimizer step."""
     flash: bool = True
@@ -52,6 +54,7 @@ class Setting:
         world_size: int,
         precision: str,
         row_tokens: int,
+        flat: bool,
         flash: bool = True,
     ) -> "Setting":
         """A configuration's, under the strategy ``single`` and with micro-batches of one row, until they are chosen.
@@ -60,6 +63,7 @@ class Setting:
             adapter, bits: those of the configuration, or others to compare it with.
             precision: the launch's mixed precision.
             row_tokens: of the longest row.
+            flat: whether rows that are not packed lie end to end, without padding.
             flash: whether the GPU has flash attention.
         """
         targets, train = cfg.adapter.targets, cfg.train
@@ -75,9 +79,19 @@ class Setting:
             weights=train.weights,
             precision=precision,
             row_tokens=row_tokens,
-            packing=cfg.data.packing,
+            layout="packed" if cfg.data.packing else "flat" if flat else "padded",
             flash=flash,
         )
+
+    @property
+    def packing(self) -> bool:
+        """Whether several documents share a row."""
+        return self.layout == "packed"
+
+    @property
+    def flat(self) -> bool:
+        """Whether rows lie end to end, so that attention keeps their documents apart."""
+        return self.layout != "padded"
 
     @property
     def tokens(self) -> int:

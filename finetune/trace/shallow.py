@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from finetune.trace.powers import MicroBatch, Power
+from finetune.units import largest_part
 
 MORE_PARTS = "more parts"
 """The phase in which scores are made of the second part of the positions and of those after it."""
@@ -120,7 +121,8 @@ class Step:
     def micro_batch(self, rows: int, row_tokens: int, documents: float = 0.0) -> MicroBatch:
         """To be asked about."""
         positions = rows * row_tokens
-        return MicroBatch(rows, row_tokens, documents, min(positions, self.low.most_scored or positions))
+        scored = largest_part(positions, self.low.most_scored or positions)
+        return MicroBatch(rows, row_tokens, documents, scored)
 
     @property
     def micro_batches(self) -> int:

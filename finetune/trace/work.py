@@ -131,9 +131,10 @@ def _attention_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) 
 
 
 def _varlen(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    """Query of (positions, heads, width), all of whose positions count as one document."""
+    """Query of (positions, heads, width), and where each of the documents begins, which are equally long."""
     query = inputs[0][0]
-    return 2.0 * math.prod(query) * query[0]
+    documents = next(shape[0] for shape, _, is_float in inputs if not is_float) - 1
+    return 2.0 * math.prod(query) * query[0] / documents
 
 
 def _varlen_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:

@@ -1,5 +1,6 @@
 """One optimizer step, and its figures.
 
-``loss`` (what is learnt), ``step`` (gradients, and the optimizer's step), ``memory_check`` (the heaviest micro-batch,
-before training), ``evaluation`` (held-out loss and answers), ``meter`` (the figures of each step).
+``loss`` (what is learnt, from the scores of some positions at a time), ``step`` (gradients, and the optimizer's step),
+``memory_check`` (the heaviest micro-batch, before training), ``evaluation`` (held-out loss and answers), ``meter`` (the
+figures of each step).
 """

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.rows import Rows
-from finetune.data.sampler import EMPTY, micro_batches
+from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
 from finetune.errors import InputError
 from finetune.models import loading as models
 from finetune.training.loss import LossSum
@@ -43,13 +43,18 @@ def evaluate(
     held_out: Rows,
     *,
     micro_batch_size: int,
+    flat: bool,
     collate: Callable,
 ) -> float:
-    """Loss per trained token over the held-out rows, in nats."""
+    """Loss per trained token over the held-out rows, in nats.
+
+    Args:
+        flat: whether the rows of a micro-batch lie end to end, without padding.
+    """
     model.eval()
     at_once = micro_batch_size * accelerator.num_processes
-    order = held_out.lengths.argsort(kind="stable").tolist()  # rows of like length: little padding
-    order += [EMPTY] * (-len(order) % at_once)
+    order = [*range(len(held_out)), *[EMPTY] * (-len(held_out) % at_once)]
+    order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=flat)
     total = torch.zeros((), device=accelerator.device)
     for places in micro_batches(
         order,

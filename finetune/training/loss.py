@@ -1,30 +1,60 @@
-"""The loss of a causal language model as a sum over trained tokens.
+"""The loss of a causal language model as a sum over trained tokens, without the scores of all positions at once.
 
 A sum, because only a sum can be divided once, by the trained tokens of the whole global batch: means of
 micro-batches with unequal numbers of trained tokens do not add up to the mean of the batch.
+
+Of 8,192 positions and a vocabulary of 128,256 the scores take 3.9 GiB in fp32, and their gradients as much again. Here
+they are made for some positions at a time, and with them the gradients of what they were made from, so that nothing of
+them is left when the forward pass ends; of positions that are not trained they are not made at all. Whatever a model
+does to its scores beside the product (a bias, Gemma's cap, Granite's and Cohere's factors), its own forward does here.
 """
 
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from finetune.data.batches import IGNORED
-from finetune.models.head import LossOfScores
+from finetune.errors import InputError
+from finetune.units import MIB, largest_part
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 """What a recipe learns: a model and a micro-batch to the sum of the loss over its trained tokens, a scalar."""
+SCORES_BYTES = 512 * MIB
+"""Of the scores that exist at a time, in fp32, beside a head that is frozen."""
+Call = Callable[..., Any]
+FP16_SCALE = 8.0
+"""By which gradients are made larger while they are fp16, which knows no number below 6e-8 but 0. The loss scale comes
+later, and divided by the tokens of the step: 65,536 over 8,192 tokens is 8."""
+
+
+@dataclass(frozen=True)
+class LossOfScores:
+    """What a forward pass is to return in the place of scores."""
+
+    sum_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Scores, of shape (1, N, vocabulary), and the targets of their positions, (1, N), to the sum of their losses, a
+    scalar. It is called for some of the positions at a time."""
+    positions_N: torch.Tensor
+    """Of the micro-batch, its rows end to end; at least one."""
+    targets_N: torch.Tensor
 
 
 def next_token_loss_sum(model: torch.nn.Module, micro_batch: tuple[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
     """The loss of supervised fine-tuning, summed over the trained tokens of a micro-batch, in nats.
 
     The run, its held-out loss, the memory check, the dry run and the probe all call it. Scores are made of trained
-    positions alone, and of some at a time (``models.head``).
+    positions alone, and of some at a time.
 
     Args:
-        model: prepared by ``models.head.take_losses``.
+        model: prepared by ``take_losses``.
         micro_batch: ``next_tokens`` and the model's keyword arguments, as ``data.batches.collate`` makes them.
     """
     next_tokens, inputs = micro_batch
@@ -54,3 +84,176 @@ def token_loss_sum(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> to
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def positions_at_once(vocabulary: int, trained: Iterable[torch.Tensor]) -> int:
+    """Whose scores may exist at a time.
+
+    Where the head is trained, each part costs a pass over the gradients of its weights, and of several parts there are
+    sums of them in fp32. Scores, in about three tensors in fp32, may take as much memory again as these gradients and
+    sums: parts that are smaller would cost time, and save little.
+
+    Args:
+        trained: weights of the head.
+    """
+    sums = sum(each.numel() * (each.element_size() + 4) for each in trained)
+    return max(1, SCORES_BYTES // (4 * vocabulary)) + sums // (12 * vocabulary)
+
+
+def parts(positions: int, at_once: int) -> Iterator[slice]:
+    """Of all positions: as few as there can be, and as equal."""
+    size = largest_part(positions, at_once)
+    for start in range(0, positions, size):
+        yield slice(start, start + size)
+
+
+def take_losses(model: PreTrainedModel) -> None:
+    """Have the model's forward take ``loss_of_scores``, a ``LossOfScores``, and return its sum in the place of scores.
+
+    Without it, it returns what it returned before. An adapter must be attached before.
+    """
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, loss_of_scores: LossOfScores | None = None, **inputs: Any) -> Any:
+        if loss_of_scores is None:
+            return own(self, *args, **inputs)
+        return _loss(self, own, loss_of_scores, *args, **inputs)
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # transformers looks for names in it
+    model.forward = types.MethodType(forward, model)
+
+
+def head_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The output head; where an adapter trains it whole, the copy that learns."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)  # of PEFT's wrapper
+    found: torch.nn.Module = head if copies is None else copies[head.active_adapters[0]]
+    return found
+
+
+def _seen_as(module: torch.nn.Module, calls: dict[torch.nn.Module, Call]) -> "_Seen":
+    """A module for its own forward, which finds that some modules in it do something else when they are called."""
+    return _Seen(module, calls.get(module, module), calls)
+
+
+class _Seen:
+    def __init__(self, module: torch.nn.Module, call: Call, calls: dict[torch.nn.Module, Call]) -> None:
+        self._module, self._call, self._calls = module, call, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        is_seen = isinstance(found, torch.nn.Module) and any(each in self._calls for each in found.modules())
+        return _seen_as(found, self._calls) if is_seen else found
+
+
+def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any) -> torch.Tensor:
+    bases = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    known, head = model.get_output_embeddings(), head_of(model)
+    outputs, scored = list[Any](), list[int]()
+
+    def running(base: Any) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(base(*args, **kwargs))
+            return outputs[-1]
+
+        return run
+
+    def score_nothing(hidden: torch.Tensor) -> torch.Tensor:
+        scored.append(len(outputs))
+        return hidden[..., :0]
+
+    own(_seen_as(model, {base: running(base) for base in bases} | {known: score_nothing}), *args, **inputs)
+    if scored != [1] or len(outputs) != 1:
+        raise InputError(
+            f"{type(model).__name__} does not make its scores from the output of one decoder with one output head, "
+            "which training needs; use another model."
+        )
+    hidden_ND = outputs[0].last_hidden_state.flatten(0, 1).index_select(0, wanted.positions_N)
+    kind, plain = type(outputs.pop()), head.forward  # else all hidden states would be kept to the end
+
+    # by modules in it, each of which ZeRO-3 gathers by itself
+    is_adapted = any(each.requires_grad for child in head.children() for each in child.parameters())
+
+    def sum_of(hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        given = kind(last_hidden_state=hidden_ND[None])
+        seen = _seen_as(model, dict.fromkeys(bases, lambda *args, **kwargs: given) | {known: plain})
+        return wanted.sum_of(own(seen, *args, **inputs).logits, targets_N[None])
+
+    def summed(hidden_ND: torch.Tensor) -> torch.Tensor:
+        trained = [each for each in head.parameters() if each.requires_grad and torch.is_grad_enabled()]
+        every = parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained))
+        has_gradients = torch.is_grad_enabled() and (bool(trained) or hidden_ND.requires_grad)
+        if has_gradients and not is_adapted:
+            found: torch.Tensor = _Summed.apply(sum_of, every, wanted.targets_N, hidden_ND, *trained)
+            return found
+        of_part = partial(checkpoint, sum_of, use_reentrant=False) if has_gradients else sum_of
+        return torch.stack([of_part(hidden_ND[part], wanted.targets_N[part]) for part in every]).sum()
+
+    return _within(head, summed, hidden_ND)
+
+
+def _within(module: torch.nn.Module, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """What a function returns, called as the module's forward is: within what strategies do around it. ZeRO-3 gathers
+    a module's weights there."""
+    own = vars(module).get("forward")
+    module.forward = function
+    try:
+        found: torch.Tensor = module(*args)
+        return found
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over positions, whose gradients are made with it, part by part.
+
+    For the backward pass they are kept; it multiplies them by the gradient of the sum. Nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sum_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        every: Iterator[slice],
+        targets_N: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        *trained: torch.Tensor,
+    ) -> torch.Tensor:
+        kind = hidden_ND.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        ctx.scale = FP16_SCALE if dtype == torch.float16 else 1.0
+        of_hidden = torch.empty_like(hidden_ND) if hidden_ND.requires_grad else None
+        of_trained: list[torch.Tensor] = []
+        total = torch.zeros((), device=hidden_ND.device)
+        for part in every:
+            with torch.enable_grad():
+                piece = hidden_ND[part].detach().requires_grad_(of_hidden is not None)
+                loss = sum_of(piece, targets_N[part])
+                wanted = ([piece] if of_hidden is not None else []) + list(trained)
+                found = list(torch.autograd.grad(loss * ctx.scale, wanted, materialize_grads=True))
+            total += loss.detach()
+            if of_hidden is not None:
+                of_hidden[part] = found.pop(0)
+            if of_trained:
+                of_trained = [sum_.float().add_(each) for sum_, each in zip(of_trained, found, strict=True)]
+            else:
+                of_trained = found
+            del piece, loss, wanted, found  # the next part's scores come in their place
+        ctx.gradients = of_hidden, [each.to(one.dtype) for each, one in zip(of_trained, trained, strict=True)]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, of_sum: torch.Tensor) -> Any:
+        of_hidden, of_trained = ctx.gradients
+        ctx.gradients = None  # they are changed in place: a second backward pass fails
+        factor = of_sum / ctx.scale
+        return (
+            *(None, None, None),
+            None if of_hidden is None else of_hidden.mul_(factor),
+            *(each.mul_(factor) for each in of_trained),
+        )

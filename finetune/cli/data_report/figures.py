@@ -18,7 +18,7 @@ from finetune.cli.data_report.row_text import ShownRow, shown_row, spread
 from finetune.data.batches import Batches
 from finetune.data.dataset import rejected_lines, rejected_problem, shared_with
 from finetune.data.rows import Rows
-from finetune.data.sampler import epoch_order
+from finetune.data.sampler import dealt, epoch_order
 from finetune.data.sources import Source
 
 
@@ -139,6 +139,7 @@ def report(
     held_out_sources: Sequence[Source],
     max_length: int,
     packing: bool,
+    flat: bool,
     global_batch_size: int,
     micro_batch_size: int | None,
     epochs: float,
@@ -158,6 +159,7 @@ def report(
         held_out: held-out rows, of their own sources or split off the training rows; None if there are none.
         train_sources: what the training rows were read from, in their order.
         held_out_sources: what the held-out rows were read from; none if they were split off.
+        flat: whether rows that are not packed lie end to end, without padding.
         micro_batch_size: None where the planner chooses it; then padding is that of the whole global batch at a time.
         epochs, steps: length of the run; steps win.
         skips_bad_rows: whether a run trains on the rest where rows are rejected.
@@ -205,8 +207,8 @@ def report(
         max_length=max_length,
         lengths=length_figures(uncut, max_length),
         packing=packing,
-        unpacked=_input_figures(Batches(train, packing=False, **run), tokens_per_second),
-        packed=_input_figures(Batches(train, packing=True, **run), tokens_per_second),
+        unpacked=_input_figures(Batches(train, packing=False, flat=flat, **run), tokens_per_second),
+        packed=_input_figures(Batches(train, packing=True, flat=True, **run), tokens_per_second),
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size or global_batch_size,
         micro_batch_is_open=micro_batch_size is None,
@@ -249,10 +251,10 @@ def _source_figures(
 
 def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFigures:
     rows, tokens = batches.rows_in_epoch, _sum(batches.lengths)
-    padded = batches.packs is None
     order = epoch_order(rows, batches.order["seed"], 0)
-    positions = padded_positions(batches.lengths[order], batches.micro_batch_size) if padded else tokens
     global_batch_size = batches.order["global_batch_size"]
+    how = {"global_batch_size": global_batch_size, "micro_batch_size": batches.micro_batch_size}
+    positions = tokens if batches.flat else padded_positions(batches.lengths[order], **how)
     return InputFigures(
         rows_per_epoch=rows,
         positions_per_epoch=positions,
@@ -265,11 +267,12 @@ def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFi
     )
 
 
-def padded_positions(lengths: np.ndarray, micro_batch_size: int) -> int:
+def padded_positions(lengths: np.ndarray, *, global_batch_size: int, micro_batch_size: int) -> int:
     """Positions of rows in this order, each micro-batch padded to its longest row; the last may have fewer rows."""
-    firsts = np.arange(0, len(lengths), micro_batch_size)
-    rows = np.minimum(micro_batch_size, len(lengths) - firsts)
-    return int((np.maximum.reduceat(lengths.astype(np.int64), firsts) * rows).sum())
+    steps = np.append(lengths, np.zeros(-len(lengths) % global_batch_size, np.int64)).reshape(-1, global_batch_size)
+    steps = np.pad(steps, ((0, 0), (0, -global_batch_size % micro_batch_size)))  # which a run refuses
+    sizes = np.take_along_axis(steps, dealt(steps, micro_batch_size, flat=False), axis=1).reshape(-1, micro_batch_size)
+    return int((sizes.max(axis=1) * (sizes > 0).sum(axis=1)).sum())
 
 
 def _left_out(stores: Sequence[Rows], most: int | None) -> list[LeftOut]:
