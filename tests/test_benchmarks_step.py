@@ -1,0 +1,73 @@
+"""The benchmark of the step: every peer gets the same tokens, and a report shows what was measured."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import step as benchmark
+
+CASE = {
+    "model": "tiny",
+    "method": "lora",
+    "max_length": 256,
+    "rows": 4,
+    "micro_batch": 2,
+    "steps": 3,
+    "packing": False,
+    "weights": "fp32_master",
+}
+
+
+def run_of(peer: str, folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        patch.setattr("sys.stdin", io.StringIO(json.dumps(CASE | changes | {"peer": peer, "folder": str(folder)})))
+        benchmark.work()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_peers_train_the_same_tokens_on_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = {peer: run_of(peer, tmp_path, capsys) for peer in ("recipe", "padded", "trainer")}
+    tokens = [each["tokens"] for each in found.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len(tokens[0]) == 3
+    for each in found.values():
+        assert each["tokens_per_second"] > 0
+        assert each["tflops_per_second"] > 0
+        assert each["peak_gib"] > 0.1
+        assert {"torch", "transformers"} <= each["versions"].keys()
+
+
+def measured(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if case["peer"] == "trainer":
+        return {"error": "ended with 1: too little memory"}
+    speed = {"recipe": 200.0, "padded": 150.0}[case["peer"]]
+    return {"tokens_per_second": speed, "peak_gib": 7.0, "tflops_per_second": 0.12}
+
+
+def test_a_report_shows_the_newest_figures_beside_the_recipes_and_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(benchmark, "measured", measured)
+    results, chart = tmp_path / "step.jsonl", tmp_path / "step.svg"
+    results.write_text(json.dumps(CASE | {"peer": "recipe", "tokens_per_second": 1.0}) + "\n")
+    flags = ["--models", "tiny", "--methods", "lora", "--results", str(results), "--chart", str(chart)]
+    flags += ["--peers", "recipe", "padded", "trainer", "--max_length", "256", "--rows", "4", "--micro_batch", "2"]
+    assert benchmark.main([*flags, "--steps", "3"]) == 1  # one failed
+    assert len(results.read_text().splitlines()) == 4
+    capsys.readouterr()
+    assert benchmark.main([*flags, "--report"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "0.75" in shown
+    assert "too little memory" in shown
+    assert chart.stat().st_size > 1000
+
+
+def test_lengths_ascend_and_are_no_shorter_than_a_template():
+    assert list(benchmark.LENGTHS) == sorted(benchmark.LENGTHS)
+    assert benchmark.LENGTHS[0] > 2 * benchmark.TOKENS_OF_TEMPLATE
