@@ -66,8 +66,3 @@ def test_a_report_shows_the_newest_figures_beside_the_recipes_and_what_failed(
     assert "0.75" in shown
     assert "too little memory" in shown
     assert chart.stat().st_size > 1000
-
-
-def test_lengths_ascend_and_are_no_shorter_than_a_template():
-    assert list(benchmark.LENGTHS) == sorted(benchmark.LENGTHS)
-    assert benchmark.LENGTHS[0] > 2 * benchmark.TOKENS_OF_TEMPLATE

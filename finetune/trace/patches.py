@@ -132,19 +132,13 @@ def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.Abstract
 
 
 def _in_one_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: list[int],
-    scaling: float | None,
-    sliding_window: int | None,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int], *others: Any
 ) -> torch.Tensor:
-    """For our own attention of packed rows, which takes a GPU's way when it sees a GPU: take it here too. What it
-    computes with has a fake for every device."""
+    """For our own attention of rows that lie end to end, which takes a GPU's way when it sees a GPU: take it here too.
+    What it computes with has a fake for every device."""
     from finetune.models.attention import _varlen
 
     longest = max(end - start for start, end in itertools.pairwise(bounds))
     with without_modes():
         real_bounds = torch.tensor(bounds, dtype=torch.int32)
-    return _varlen(query, key, value, real_bounds, longest, scaling, sliding_window, dropout)
+    return _varlen(query, key, value, real_bounds, longest, *others)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Power = tuple[int, int, int, int]
-"""Exponents of the rows of a micro-batch, of the positions of a row, of the documents of a packed micro-batch, and of
+"""Exponents of the rows of a micro-batch, of the positions of a row, of the documents of a flat micro-batch, and of
 the positions whose scores exist at a time."""
 Size = Mapping[Power, float]
 """Bytes, FLOPs or elements: a coefficient for each product of powers."""
@@ -29,7 +29,7 @@ class MicroBatch:
     row_tokens: int
     """Positions of a row."""
     documents: float = 0.0
-    """Of a packed micro-batch."""
+    """Of a flat micro-batch."""
     scored: int = 1
     """Positions whose scores exist at a time."""
 
