@@ -31,7 +31,7 @@ def names(run: Path) -> list[str]:
 
 
 class Gate:
-    """A writer that waits until it is let go, or fails then."""
+    """A writer that waits, its file open, until it is let go, or fails then."""
 
     def __init__(self) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
@@ -41,7 +41,6 @@ class Gate:
     def __call__(self, path: Path, chunks: Iterable[memoryview]) -> StoredFile:
         self.writers += 1
         self.most_writers = max(self.writers, self.most_writers)
-        self.entered.set()
         file = write_file(path, self.held(chunks))
         self.writers -= 1
         return file
@@ -49,6 +48,7 @@ class Gate:
     def held(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         for chunk in chunks:
             yield chunk
+            self.entered.set()
             self.open.wait()
             if self.error:
                 raise self.error
@@ -219,6 +219,7 @@ def test_the_first_process_does_not_wait_for_notes_in_a_folder_that_is_gone(tmp_
         if rank == 0:
             while not list(tmp_path.glob("checkpoints/*/rank-00000.json")):
                 time.sleep(0.01)
+            assert gate.entered.wait(30)  # a file that appears while its folder is removed would keep it
             shutil.rmtree(tmp_path / "checkpoints")
             gate.open.set()
         saver.finish()
