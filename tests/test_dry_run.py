@@ -90,7 +90,8 @@ def test_trace_as_one_of_two_processes_is_what_each_of_two_real_ones_holds(
 
 
 ENGINES = [
-    replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
+    # with rows enough that the peak is in the backward pass: in the step, a real engine lets go of less
+    replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2, micro_batch_size=4)
     for strategy in ("zero1", "zero2", "zero3")
     for adapter in ("none", "lora")
 ]
@@ -120,7 +121,7 @@ def test_traced_engine_holds_what_each_of_two_real_ones_holds(
         fake = in_children[setting, rank].result()
         for category in ("weights", "optimizer"):
             assert fake.held.categories[category] == real.held.categories[category] > 0
-        hidden_states = 2 * 64 * 96  # a real engine keeps one longer now and then
+        hidden_states = 2 * 64 * setting.tokens  # a real engine keeps one longer now and then
         beside = HOST_BYTES["gathered"] + hidden_states
         assert abs(fake.saved.bytes - real.saved.bytes) <= beside
         assert abs(fake.peak.bytes - real.peak.bytes) <= beside
@@ -202,7 +203,9 @@ def test_saved_bytes_are_those_that_autograd_keeps(adapter: str, monkeypatch: py
     # alive too: a frozen embedding does not keep its input, and the loss keeps no labels
     loss, inputs = 4, 8 * 96 * (2 if adapter == "lora" else 1)
     of_hidden_states = 4 * 96 * 64  # gradients, made with the loss
-    assert saved == kept[-1] + loss + inputs + of_hidden_states
+    # what down_proj's adapter keeps, under the hooks of its input, which is computed again
+    under_others = 4 * 96 * setting.rank * TINY["num_hidden_layers"] if adapter == "lora" else 0
+    assert saved == kept[-1] + loss + inputs + of_hidden_states + under_others
     assert "logits" not in fake.saved.categories
 
 

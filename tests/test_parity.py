@@ -208,6 +208,12 @@ def test_padded_rows_give_the_run_of_flat_ones(strategy: str, run: Run):
     assert [m["total_tokens"] for m in run(strategy, 2, **settings)] == [m["total_tokens"] for m in flat]
 
 
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero3", 2)])
+def test_plain_kernels_give_the_run_of_fused_ones(strategy: str, world_size: int, run: Run, reference: Any):
+    settings = changes_for("adamw", 0.5, ROWS_PER_STEP // world_size) | {"model__kernels": "plain"}
+    assert_parity(run(strategy, world_size, **settings), reference("adamw", 0.5), FP32_TOLERANCE)
+
+
 def test_run_after_zero3_in_the_same_process_computes_with_pytorchs_own_linear(run: Run, ranks: Any):
     run("zero3", 2, **changes_for("sgd", 0.0, 2))
     assert ranks(2).run(scenarios.linear_is_pytorchs, strategy="ddp") == [True, True]

@@ -57,6 +57,7 @@ AXES: dict[str, list[Any]] = {
     "vocabulary": [203, 509, 1000, 4001],
     "tied": [False, True],
     "family": ["llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "mixtral"],
+    "fused": [True, True, True, False],
 }
 POINTS = 8
 LONGEST = max(AXES["row_tokens"])
@@ -107,7 +108,7 @@ def _point(values: dict[str, Any]) -> Point:
     processes = {"single": 1, "hsdp": max(4, values["processes"])}.get(strategy, values["processes"])
     flat = values["layout"] != "padded"
     precision = "bf16" if flat and values["precision"] == "no" else values["precision"]
-    of_setting = ("weights", "layout", "activation_checkpointing", "accumulation", "rank")
+    of_setting = ("weights", "layout", "activation_checkpointing", "accumulation", "rank", "fused")
     setting = Setting(
         strategy=strategy,
         world_size=processes,
@@ -301,10 +302,10 @@ def test_a_loss_that_keeps_no_logits_changes_the_step_without_a_change_of_the_pl
 def test_a_norm_that_keeps_less_changes_the_step_without_a_change_of_the_planner(monkeypatch: pytest.MonkeyPatch):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    short = {**LLAMA, "vocab_size": 101}
-    before = peak(step_of(short, SETTING, (2, 3)), SETTING)
+    short, plain = {**LLAMA, "vocab_size": 101}, replace(SETTING, fused=False)
+    before = peak(step_of(short, plain, (2, 3)), plain)
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, hidden: hidden * self.weight.to(hidden.dtype))
-    assert peak(step_of(short, SETTING, (2, 3)), SETTING) < 0.95 * before
+    assert peak(step_of(short, plain, (2, 3)), plain) < 0.95 * before
 
 
 def test_operations_of_the_whole_model_follow_from_two_depths():

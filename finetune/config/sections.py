@@ -36,6 +36,9 @@ class Model(Section):
     """Attention implementation. With auto the rows of a micro-batch lie end to end, blind to each other and without
     padding, in PyTorch's variable-length attention; where a model or GPU cannot do that, they are padded, and
     transformers chooses. eager and sdpa (PyTorch's scaled_dot_product_attention) pad."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """auto: norms and the gated products of MLPs are one operation each, which keeps less for the backward pass. On a
+    GPU Liger's kernels compute them, where liger-kernel is installed. plain: as transformers and PEFT compose them."""
 
 
 class Quantization(Section):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 SHORT = 128
 """Tokens of the longest document that is computed together with others."""
 AT_ONCE = 4096
-"""Tokens of documents that are computed together, padding included: their scores take 8 MiB a head at most, in fp32."""
+"""Tokens of documents that are computed together, padding included: their scores in fp32 take 2 MiB a head at most."""
 
 
 def each_document(

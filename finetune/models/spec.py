@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
-from finetune.models import loading, packing_support, quantization
+from finetune.models import fused, loading, packing_support, quantization
 from finetune.models.end_tokens import end_tokens_of
 
 
@@ -75,6 +75,11 @@ class ModelSpec:
     def skeleton(self) -> PreTrainedModel:
         """The model's modules without weights, on the meta device."""
         return loading.without_weights(self.config, self.section.trust_remote_code)
+
+    @cached_property
+    def fused(self) -> dict[str, int]:
+        """How many modules of each kind compute in one operation (see ``models.fused``)."""
+        return fused.known_in(self.skeleton) if self.section.kernels == "auto" else {}
 
     @property
     def largest_parameter(self) -> int:

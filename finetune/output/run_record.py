@@ -17,6 +17,8 @@ class RunRecord:
     chat_template: Any
     steps: int
     plan: dict[str, Any] | None
+    kernels: dict[str, Any]
+    """How many modules of each kind compute in one operation, and ``computed_by``, whose kernels these are."""
     launcher: str
     """The launcher's process: the same after it has restarted those of the run."""
     environment: dict[str, Any]

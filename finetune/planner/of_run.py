@@ -69,18 +69,20 @@ class RunPlan:
     def _parts(self) -> str:
         """The peak as a line, with the largest of its parts."""
         parts = sorted(self.memory.parts.items(), key=lambda part: -part[1])
-        unit = GIB if self.memory.peak >= GIB else MIB
+        unit, digits = (GIB, 1) if self.memory.peak >= GIB else (MIB, 0)
         named = {PART_NAMES[name]: size for name, size in parts[:MOST_PARTS]}
         named["other"] = sum(size for _, size in parts[MOST_PARTS:])
-        texts = [f"{name} {size / unit:.1f}" for name, size in named.items() if size >= 0.05 * unit]
+        texts = [f"{name} {size / unit:.{digits}f}" for name, size in named.items() if round(size / unit, digits) > 0]
         return f"plan: peak {size_text(self.memory.peak)}: {', '.join(texts)}"
 
     def problems(self) -> list[str]:
-        """Why the run cannot fit, with the nearest one that does, as a sentence.
+        """Why the run cannot have its kernels, or cannot fit, with the nearest one that does, as a sentence.
 
         Only the peak counts: what is needed beside it is an estimate, which the memory check before the first step
         verifies.
         """
+        if unlike := self.model.kernel_problems(fused=self.setting.fused):
+            return unlike
         if self.row is None or self.machines is None:
             return []
         need = self.row.gpu

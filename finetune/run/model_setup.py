@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import loading
+from finetune.models import fused, loading, lora_forward
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
 from finetune.training.loss import take_losses
@@ -57,6 +57,10 @@ def load_model(
         )
     if train.recomputes:
         loading.recompute_activations(model)
+    if spec.section.kernels == "auto":
+        fused.fuse(model, recomputes=train.recomputes)
+        if adapted:
+            lora_forward.write_once(model)
     take_losses(model)
     return model
 

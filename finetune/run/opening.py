@@ -15,7 +15,7 @@ from finetune.data import dataset
 from finetune.data.batches import Batches
 from finetune.data.rows import Rows, identity_of
 from finetune.data.streaming import Stream
-from finetune.models import loading
+from finetune.models import fused, loading
 from finetune.models.spec import ModelSpec
 from finetune.output import run_files
 from finetune.output.run_record import RunRecord
@@ -55,6 +55,7 @@ def fingerprints(
 def new_record(
     cfg: sections.Run,
     launch: distributed.Strategy,
+    spec: ModelSpec,
     read: dict[str, str | None],
     chat_template: Any,
     steps: int,
@@ -72,15 +73,22 @@ def new_record(
         chat_template=chat_template,
         steps=steps,
         plan=plan.record() if plan else None,
+        kernels=spec.fused | {"computed_by": kernels_of(launch)},
         launcher=distributed.launcher_of(launch),
         environment=run_files.environment(),
         id=gather_object([uuid4().hex])[0],
     )
 
 
+def kernels_of(launch: distributed.Strategy) -> str:
+    """Whose kernels compute what is one operation."""
+    return fused.computed_by("cpu" if launch.rehearsal else "cuda")
+
+
 def introduction(
     cfg: sections.Run,
     launch: distributed.Strategy,
+    spec: ModelSpec,
     batches: Batches | Stream,
     held_out: Rows | None,
     plan_lines: list[str],
@@ -93,6 +101,9 @@ def introduction(
     lines += batches.describe()
     if not batches.flat:
         lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")
+    if spec.fused:
+        kinds = " and ".join(f"{count} {kind}s" for kind, count in spec.fused.items())
+        lines.append(f"kernels: {kinds} in one operation each, computed by {kernels_of(launch)}")
     lines += plan_lines
     if held_out:
         lines.append(dataset.describe(held_out, "held-out"))

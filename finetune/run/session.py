@@ -112,8 +112,9 @@ class Session:
             self.batches.micro_batch_size = sizes.micro_batch_size
             self.plan = planned.plan
             template = self.tokenizer.chat_template
-            self.record = opening.new_record(self.cfg, self.launch, fingerprints, template, steps, self.plan)
-            for line in opening.introduction(self.cfg, self.launch, self.batches, self.held_out, planned.lines):
+            known = self.cfg, self.launch, self.spec
+            self.record = opening.new_record(*known, fingerprints, template, steps, self.plan)
+            for line in opening.introduction(*known, self.batches, self.held_out, planned.lines):
                 self.screen.say(line)
             self.resumption = Resumption.find(self.cfg, self.launch, fingerprints, steps, self.screen.say)
             if self.resumption and self.resumption.is_same_run:

@@ -16,7 +16,7 @@ from finetune.compat.fake_tensors import FakeTensor, without_modes
 from finetune.config import sections
 from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import attention, quantization
+from finetune.models import attention, fused, lora_forward, quantization
 from finetune.models import loading as models
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
@@ -91,6 +91,10 @@ def build(
     attach(model, setting, dtype)
     if setting.activation_checkpointing:
         models.recompute_activations(model)
+    if setting.fused:
+        fused.fuse(model, recomputes=setting.activation_checkpointing)
+        if setting.adapter != "none":
+            lora_forward.write_once(model)
     take_losses(model)
     return model
 

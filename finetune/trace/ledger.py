@@ -34,7 +34,7 @@ from finetune.trace.work import Calls
 
 ALLOCATOR_ROUNDING = 512
 """CUDA's caching allocator hands out multiples of it (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.cpp)."""
-COMPUTES = ("aten", "prim", "bitsandbytes", "torch_attn", "profiler")
+COMPUTES = ("aten", "prim", "bitsandbytes", "torch_attn", "profiler", "finetune")
 """Namespaces of operations that compute. The others move data between processes, or to and from their buffers."""
 
 

@@ -41,6 +41,8 @@ class Setting:
     is flat with several documents in each."""
     accumulation: int = 1
     """Micro-batches of one process in an optimizer step."""
+    fused: bool = True
+    """Whether norms, gated products and LoRA are computed by the kernels of this project (``models.fused``)."""
     flash: bool = True
     """Whether the GPU has flash attention. Without it grouped queries keep scores (``patches.kernels_of_a_gpu``)."""
 
@@ -79,6 +81,7 @@ class Setting:
             weights=train.weights,
             precision=precision,
             row_tokens=row_tokens,
+            fused=cfg.model.kernels == "auto",
             layout="packed" if cfg.data.packing else "flat" if flat else "padded",
             flash=flash,
         )

@@ -1,0 +1,92 @@
+"""LoRA whose output is written once learns what PEFT's own forward learns."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_fused import model_of, step
+from transformers import PreTrainedModel
+
+from finetune.config import sections
+from finetune.models import adapter as adapters
+from finetune.models import quantization
+from finetune.models.lora_forward import write_once
+
+
+def adapted(bits: int | None, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    model = model_of("llama", dtype)
+    if bits:
+        quantization.quantize(model, bits, dtype, torch.device("cpu"))
+        vars(model).update(is_loaded_in_4bit=bits == 4, is_loaded_in_8bit=bits == 8)
+        quantization.settle(model, dtype)
+    section = sections.Adapter(**{"type": "lora", "rank": 4, "alpha": 6} | changes)
+    adapters.attach(model, section, base="", revision=None, dtype=dtype, seed=3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(4))
+    return model
+
+
+def counted(model: PreTrainedModel) -> int:
+    return sum("lora_A" in dir(module) and "forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_loss_and_gradients_are_those_of_peft(bits: int | None) -> None:
+    models = [adapted(bits, torch.float32), adapted(bits, torch.float32)]
+    write_once(models[0])
+
+    assert counted(models[0]) == 14
+    (loss, gradients), (expected_loss, expected) = map(step, models)
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    assert gradients.keys() == expected.keys()
+    assert len(expected) == 28
+    # 8-bit layers round their inputs to 127 steps: one that is rounded the other way is a step away
+    bound = 2e-2 if bits == 8 else 2e-6
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bf16_gradients_are_no_further_from_those_in_fp32_than_pefts(autocast: bool) -> None:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model, plain, whole = (adapted(None, each) for each in (dtype, dtype, torch.float32))
+    for each in (model, plain, whole):
+        each.load_state_dict({name: value.bfloat16() for name, value in whole.state_dict().items()})
+    write_once(model)
+    _, exact = step(whole)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        (loss, gradients), (plain_loss, of_plain) = map(step, (model, plain))
+
+    def distance(found: dict[str, torch.Tensor]) -> float:
+        return float(sum((found[name].float() - each).norm() ** 2 for name, each in exact.items())) ** 0.5
+
+    assert loss == pytest.approx(plain_loss, abs=2e-3)
+    assert distance(gradients) < 1.1 * distance(of_plain)
+
+
+def test_dora_and_a_disabled_adapter_are_left_to_peft() -> None:
+    dora = adapted(None, torch.float32, type="dora")
+    write_once(dora)
+    assert counted(dora) == 0
+
+    model = adapted(None, torch.float32)
+    write_once(model)
+    learnt, _ = step(model)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    base = model_of("llama")
+    tokens = torch.arange(17)[None]
+    assert torch.equal(model(tokens).logits, base(tokens).logits)
+    assert learnt != step(base)[0]
+
+
+def test_dropout_draws_the_numbers_that_pefts_draws() -> None:
+    models = [adapted(None, torch.float32, dropout=0.5), adapted(None, torch.float32, dropout=0.5)]
+    write_once(models[0])
+    (loss, _), (expected, _) = map(step, models)
+
+    assert loss == pytest.approx(expected, abs=1e-6)
+    models[0].eval()
+    assert step(models[0])[0] != pytest.approx(loss, abs=1e-6)
