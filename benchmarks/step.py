@@ -4,10 +4,11 @@
   python -m benchmarks.step --models Llama-3.1-8B --methods lora qlora --max_length 4096 --packing
   python -m benchmarks.step --report                                   # table and chart of what is recorded
 
-Peers: the recipe, the recipe with rows padded, transformers' ``Trainer``, TRL's ``SFTTrainer`` as it comes; those that
-are installed. Each runs in a process of its own, gets the rows as the recipe tokenised, masked and ordered them, and
-leaves one line of JSON in benchmarks/results/step.jsonl at once. Tokens are those of documents: no peer is credited for
-padding. A peer's model is in bf16, as both trainers load it; the recipe keeps fp32 masters unless ``--weights bf16``.
+Peers: the recipe, with rows padded, and with plain kernels; transformers' ``Trainer``; TRL's ``SFTTrainer`` as it
+comes. Those that are installed run, each in a process of its own. They get the rows as the recipe tokenised, masked and
+ordered them, and each leaves one line of JSON in benchmarks/results/step.jsonl at once. Tokens are those of documents:
+no peer is credited for padding. A peer's model is in bf16, as both trainers load it; the recipe keeps fp32 masters
+unless ``--weights bf16``.
 Limits: one process and one GPU; models have random weights, so losses mean nothing.
 """
 
@@ -43,13 +44,19 @@ TRAINED = 0.58
 PEERS = {
     "recipe": "recipe",
     "padded": "recipe, padded rows",
+    "plain": "recipe, plain kernels",
     "trainer": "transformers' Trainer",
     "trl": "TRL's SFTTrainer",
 }
+CONFIGURED: dict[str, dict[str, str]] = {"recipe": {}, "padded": {"attention": "sdpa"}, "plain": {"kernels": "plain"}}
+"""What the recipe's own peers have in their section ``model``."""
 NEEDS = {"trl": ["trl"]}
 METHODS = ("full", "lora", "qlora")
 RANK = 16
-PATIENCE_SECONDS = 480
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
+"""By the recipe's names; and transformers'."""
+SAME = ("model", "method", "max_length", "rows", "micro_batch", "packing", "weights", "optimizer")
+"""What is the same of runs that are compared."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="of which the first two do not count")
     parser.add_argument("--packing", action="store_true")
     parser.add_argument("--weights", choices=("fp32_master", "bf16"), default="fp32_master", help="of the recipe")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--patience", type=int, default=480, help="seconds for each run")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="show what is recorded, and measure nothing")
     parser.add_argument("--chart", type=Path, default=CHART)
@@ -82,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             for method in asked.methods:
                 for peer in asked.peers:
-                    keys = ("max_length", "rows", "micro_batch", "steps", "packing", "weights")
+                    keys = ("max_length", "rows", "micro_batch", "steps", "packing", "weights", "optimizer")
                     case = {"peer": peer, "model": model, "method": method} | {key: vars(asked)[key] for key in keys}
-                    found = measured(case, Path(folder))
+                    found = measured(case, Path(folder), asked.patience)
                     failed += "error" in found
                     with asked.results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(case | found) + "\n")
@@ -96,16 +105,16 @@ def is_installed(peer: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in NEEDS.get(peer, []))
 
 
-def measured(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any]:
     """One run, in a process of its own; why there is none under ``error``."""
     told = json.dumps(case | {"folder": str(folder)})
     command = [sys.executable, "-m", "benchmarks.step", "work"]
     try:
         ended = subprocess.run(
-            command, input=told, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_SECONDS, check=False
+            command, input=told, capture_output=True, text=True, cwd=ROOT, timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {PATIENCE_SECONDS} seconds"}
+        return {"error": f"no answer within {patience} seconds"}
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or ["it said nothing"]
         return {"error": f"ended with {ended.returncode}: {said[-1]}"}
@@ -134,7 +143,7 @@ def work() -> None:
         write_model(model, case["model"])
         write_weights(model)
         write_documents(folder / "rows.jsonl", case["rows"] * case["steps"] * (8 if case["packing"] else 1))
-    seconds, tokens, trained, flops = (by_recipe if case["peer"] in ("recipe", "padded") else by_trainer)(case, folder)
+    seconds, tokens, trained, flops = (by_recipe if case["peer"] in CONFIGURED else by_trainer)(case, folder)
     counted = slice(2, None) if len(seconds) > 2 else slice(None)
     spent = sum(seconds[counted])
     on_gpu = torch.cuda.is_available()
@@ -171,7 +180,7 @@ def by_recipe(case: dict[str, Any], folder: Path) -> Figures:
 def configuration(case: dict[str, Any], folder: Path, output: Path) -> dict[str, Any]:
     adapted = case["method"] != "full"
     return {
-        "model": {"path": str(folder / "model"), "attention": "sdpa" if case["peer"] == "padded" else "auto"},
+        "model": {"path": str(folder / "model"), **CONFIGURED.get(case["peer"], {})},
         "adapter": {"type": "lora", "rank": RANK} if adapted else {},
         "quantization": {"bits": 4 if case["method"] == "qlora" else "none"},
         "data": {
@@ -186,6 +195,7 @@ def configuration(case: dict[str, Any], folder: Path, output: Path) -> dict[str,
             "global_batch_size": case["rows"],
             "micro_batch_size": case["micro_batch"],
             "weights": case["weights"],
+            "optimizer": case["optimizer"],
             "plan_check": "off",
         },
         "checkpoint": {"every": 0, "at_end": False},
@@ -273,6 +283,7 @@ def by_trainer(case: dict[str, Any], folder: Path) -> Figures:
         "num_train_epochs": 1,
         "per_device_train_batch_size": case["micro_batch"],
         "gradient_accumulation_steps": case["rows"] // case["micro_batch"],
+        "optim": OPTIMIZERS[case["optimizer"]],
         "bf16": True,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -353,14 +364,12 @@ def table_of(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def newest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    keys = ("model", "method", "peer", "max_length", "rows", "micro_batch", "packing", "weights")
-    return list({tuple(record[key] for key in keys): record for record in records}.values())
+    return list({tuple(record[key] for key in ("peer", *SAME)): record for record in records}.values())
 
 
 def of_recipe(records: Sequence[dict[str, Any]], record: dict[str, Any]) -> float | None:
     """Tokens a second of the recipe in the same case."""
-    keys = ("model", "method", "max_length", "rows", "micro_batch", "packing", "weights")
-    same = [r for r in newest(records) if r["peer"] == "recipe" and all(r[key] == record[key] for key in keys)]
+    same = [r for r in newest(records) if r["peer"] == "recipe" and all(r[key] == record[key] for key in SAME)]
     return same[0].get("tokens_per_second") if same else None
 
 

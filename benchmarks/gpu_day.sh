@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Everything that waits for a GPU, most valuable first: each part takes at most eight minutes, and leaves its results in
+# the folder at once, so that half of a lease is half of the results.
+#
+#   bash benchmarks/gpu_day.sh FOLDER                 all parts
+#   bash benchmarks/gpu_day.sh FOLDER lora_8b plan    these parts
+#   REHEARSAL=1 bash benchmarks/gpu_day.sh FOLDER     the same commands in small on a CPU, recipes only
+#
+# A part that fails is named at the end, and its output is in FOLDER/PART.log; the parts after it run all the same. What a
+# part writes to temporary folders (models of 16 GB) goes with it.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?folder for the results}
+shift
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+every=(tests lora_8b qlora_8b full_8b_8bit full_1b_bf16 full_1b plan checkpoint)
+minutes=8
+
+step() { # model, method, and further flags
+  local flags=(--models "$1" --methods "$2" "${@:3}")
+  local size=(--peers recipe plain trl --max_length 4096 --packing --rows 8 --micro_batch 1 --steps 6)
+  if [ -n "${REHEARSAL:-}" ]; then
+    flags[1]=tiny
+    size=(--peers recipe --max_length 256 --packing --rows 2 --micro_batch 1 --steps 2)
+  fi
+  # three peers in eight minutes, each of which leaves its line when it ends
+  python -m benchmarks.step "${flags[@]}" "${size[@]}" --patience 220 --results "$out/step.jsonl"
+}
+
+run_part() {
+  case $1 in
+    tests)
+      local only=()
+      if [ -n "${REHEARSAL:-}" ]; then only=(--collect-only -q); fi
+      python -m pytest -m gpu --junitxml "$out/gpu_tests.xml" "${only[@]}"
+      ;;
+    lora_8b) step Llama-3.1-8B lora ;;
+    qlora_8b) step Llama-3.1-8B qlora ;;
+    full_8b_8bit) step Llama-3.1-8B full --weights bf16 --optimizer adamw_8bit ;;
+    full_1b_bf16) step Llama-3.2-1B full --weights bf16 ;;
+    full_1b) step Llama-3.2-1B full ;;
+    plan)
+      local how=(--minutes 7)
+      if [ -n "${REHEARSAL:-}" ]; then how=(--rehearse); fi
+      python -m benchmarks.plan_accuracy "${how[@]}" --results "$out/plan_accuracy.json"
+      ;;
+    checkpoint)
+      if [ -n "${REHEARSAL:-}" ]; then # it would measure this machine's disk: no result, and not an old one either
+        python -m benchmarks.checkpoint_speed --help
+      else
+        python -m benchmarks.checkpoint_speed && cp benchmarks/results/checkpoint_speed.json "$out"
+      fi
+      ;;
+    *)
+      echo "there is no part $1; there are: ${every[*]}"
+      return 2
+      ;;
+  esac
+}
+
+failed=()
+for part in "${@:-${every[@]}}"; do
+  started=$SECONDS
+  scratch=$(mktemp -d)
+  # a part in a process group of its own, which ends whole when its time is over
+  export -f run_part step
+  TMPDIR=$scratch every_part="${every[*]}" out=$out timeout --kill-after 10 "${minutes}m" \
+    bash -c 'every=($every_part); run_part "$1"' part "$part" >"$out/$part.log" 2>&1
+  code=$?
+  rm -rf "$scratch"
+  echo "$part: $([ $code = 0 ] && echo done || echo "failed with $code"), $((SECONDS - started)) s"
+  if [ $code != 0 ]; then failed+=("$part"); fi
+done
+if [ ${#failed[@]} != 0 ]; then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi
