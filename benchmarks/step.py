@@ -27,13 +27,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.plan_cases import MODELS, TOKENS_OF_TEMPLATE, WORDS, write_model
+from benchmarks.step_report import PEERS, RESULTS, recorded, report, sentence
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
 CHART = ROOT / "benchmarks" / "results" / "step.svg"
 GIB = 2**30
 LENGTHS = (103, 129, 140, 150, 157, 164, 171, 178, 185, 193, 200, 211, 221, 231, 243, 252, 268, 284, 308, 346, 570)
@@ -41,13 +38,6 @@ LENGTHS = (103, 129, 140, 150, 157, 164, 171, 178, 185, 193, 200, 211, 221, 231,
 tokenizer of SmolLM2."""
 TRAINED = 0.58
 """Share of their tokens that are trained."""
-PEERS = {
-    "recipe": "recipe",
-    "padded": "recipe, padded rows",
-    "plain": "recipe, plain kernels",
-    "trainer": "transformers' Trainer",
-    "trl": "TRL's SFTTrainer",
-}
 CONFIGURED: dict[str, dict[str, str]] = {"recipe": {}, "padded": {"attention": "sdpa"}, "plain": {"kernels": "plain"}}
 """What the recipe's own peers have in their section ``model``."""
 NEEDS = {"trl": ["trl"]}
@@ -55,8 +45,6 @@ METHODS = ("full", "lora", "qlora")
 RANK = 16
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 """By the recipe's names; and transformers'."""
-SAME = ("model", "method", "max_length", "rows", "micro_batch", "packing", "weights", "optimizer")
-"""What is the same of runs that are compared."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,13 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chart", type=Path, default=CHART)
     asked = parser.parse_args(arguments)
     if asked.report:
-        records = [json.loads(line) for line in asked.results.read_text(encoding="utf-8").splitlines()]
-        console = Console(width=80)
-        console.print(table_of(records))
-        for record in newest(records):
-            if "error" in record:
-                console.print(sentence(record, record))
-        draw(records, asked.chart)
+        report(recorded(asked.results), asked.chart)
         return 0
     failed = 0
     for model in asked.models:
@@ -120,13 +102,6 @@ def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any
         return {"error": f"ended with {ended.returncode}: {said[-1]}"}
     answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return answer
-
-
-def sentence(case: dict[str, Any], found: dict[str, Any]) -> str:
-    what = f"{case['model']} {case['method']}, {PEERS[case['peer']]}: "
-    if "error" in found:
-        return what + found["error"]
-    return what + f"{found['tokens_per_second']:,.0f} tokens/s, peak {found['peak_gib']:.1f} GiB"
 
 
 # -- in the process of a run -----------------------------------------------------------------------------------------
@@ -339,57 +314,6 @@ def write_documents(path: Path, count: int) -> None:
                 {"role": "assistant", "content": text(answer)},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
-
-
-# -- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def table_of(records: Sequence[dict[str, Any]]) -> Table:
-    """The newest figures of each case, beside those of the recipe."""
-    table = Table("model", "method", "by", "tokens/s", "of recipe", "TFLOP/s", "peak GiB", box=None)
-    for record in newest(records):
-        if "error" in record:
-            continue
-        speed, own = record["tokens_per_second"], of_recipe(records, record)
-        table.add_row(
-            record["model"],
-            record["method"],
-            PEERS[record["peer"]],
-            f"{speed:,.0f}",
-            f"{speed / own:.2f}" if own else "",
-            f"{record['tflops_per_second']:.2f}",
-            f"{record['peak_gib']:.1f}",
-        )
-    return table
-
-
-def newest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({tuple(record[key] for key in ("peer", *SAME)): record for record in records}.values())
-
-
-def of_recipe(records: Sequence[dict[str, Any]], record: dict[str, Any]) -> float | None:
-    """Tokens a second of the recipe in the same case."""
-    same = [r for r in newest(records) if r["peer"] == "recipe" and all(r[key] == record[key] for key in SAME)]
-    return same[0].get("tokens_per_second") if same else None
-
-
-def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of speed, and of memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [record for record in newest(records) if "error" not in record][::-1]
-    names = [f"{r['model']} {r['method']}\n{PEERS[r['peer']]}" for r in shown]
-    colors = ["tab:blue" if r["peer"] == "recipe" else "lightgray" for r in shown]
-    figure, both = plt.subplots(1, 2, figsize=(10, 1 + 0.5 * len(shown)), sharey=True, layout="constrained")
-    for axes, key, title in zip(both, ("tokens_per_second", "peak_gib"), ("tokens a second", "peak memory, GiB")):
-        axes.bar_label(axes.barh(names, [r[key] for r in shown], color=colors), fmt="{:,.4g}", padding=3)
-        axes.set_title(title)
-        axes.margins(x=0.15)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

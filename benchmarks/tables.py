@@ -29,6 +29,7 @@ from benchmarks import (
     parity_table,
     plan_example,
     resume_table,
+    step_report,
     template_table,
     trl_reference,
 )
@@ -61,6 +62,7 @@ PARTS = {
     "resume table": Part("docs/checkpoints.md", lambda: resume_table.table(recorded(resume_table.RESULTS))),
     "kills table": Part("docs/checkpoints.md", lambda: kills.table(recorded(kills.RESULTS)["runs"])),
     "TRL table": Part("docs/comparisons.md", lambda: trl_reference.table(recorded(trl_reference.RESULTS))),
+    "step table": Part("docs/comparisons.md", lambda: step_report.markdown(step_report.recorded())),
     "data speed table": Part(
         "docs/comparisons.md", lambda: data_preparation.speed_table(recorded(data_preparation.RESULTS)["speed"])
     ),
