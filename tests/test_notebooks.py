@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").rglob("*.ipynb"))
 
 PRINTED = {
-    "01_first_run": "step 2/2  loss",
+    "01_first_run": "step 4/4  loss",
     "02_qlora_on_your_data": "Merged model:",
     "03_what_fits": "bytes for each token of a tiny layer in bf16; by the formula",
 }
