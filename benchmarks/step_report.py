@@ -22,6 +22,7 @@ HEADINGS = ("model", "method", "by", "tokens/s", "of recipe", "TFLOP/s", "peak G
 
 
 def sentence(case: dict[str, Any], found: dict[str, Any]) -> str:
+    """What a run gave, or why it gave nothing."""
     what = f"{case['model']} {case['method']}, {PEERS[case['peer']]}: "
     if "error" in found:
         return what + found["error"]
