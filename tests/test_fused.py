@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, int]] = {
     "olmo2": {"RMSNorm": 9, "gated MLP": 2},  # weights multiplied before the result is rounded
     "mixtral": NORMS,  # experts stay as they are
     "phi3": NORMS,  # gate and up in one matrix
+    "seed_oss": NORMS,  # an MLP that drops numbers in training
     "cohere": {"gated MLP": 2},  # norms that take the mean away
     "gpt2": {},
 }
@@ -186,13 +187,64 @@ class _GateAlsoAdded(LlamaMLP):
         return self.down_proj(silu(gate) * self.up_proj(x) + gate)
 
 
-@pytest.mark.parametrize("kind", [_Centred, _OtherEpsilon, _GateAlsoAdded])
-def test_a_module_that_computes_something_else_stays_as_it_is(kind: Callable[..., torch.nn.Module]) -> None:
-    module = kind(AutoConfig.for_model("llama", **SMALL)) if kind is _GateAlsoAdded else kind(32)
+class _LimitsLargeNumbers(LlamaMLP):
+    limit = 10.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=self.limit)) * self.up_proj(x))
+
+
+class _DropsInTraining(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(super().forward(x))
+
+
+class _ReturnsAnotherDtype(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).float()
+
+
+class _FailsOnAnotherWidth(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states.shape[-1] == 32
+        return super().forward(hidden_states)
+
+
+OTHERS: list[Any] = [_Centred, _OtherEpsilon, _ReturnsAnotherDtype, _FailsOnAnotherWidth]
+OTHERS += [_GateAlsoAdded, _LimitsLargeNumbers, _DropsInTraining]
+
+
+def made(kind: Any) -> torch.nn.Module:
+    module: torch.nn.Module = kind(AutoConfig.for_model("llama", **SMALL) if issubclass(kind, LlamaMLP) else 32)
+    return module.eval()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_module_that_computes_something_else_stays_as_it_is(kind: Any) -> None:
+    module = made(kind)
     fused.fuse(module, recomputes=False)
 
     assert "forward" not in vars(module)
     assert fused.known_in(module) == {}
+
+
+def test_of_two_modules_of_a_class_one_has_a_limit() -> None:
+    free, limited = made(_LimitsLargeNumbers), made(_LimitsLargeNumbers)
+    free.limit = float("inf")
+    assert fused.known_in(torch.nn.ModuleList([free, limited])) == {"gated MLP": 1}
+
+
+def test_asking_draws_no_random_numbers_and_leaves_modules_in_their_mode() -> None:
+    module = torch.nn.ModuleList([made(_DropsInTraining), made(_DropsInTraining).train(), made(LlamaRMSNorm)])
+    modes, state = [each.training for each in module.modules()], torch.get_rng_state()
+    fused.fuse(module, recomputes=False)
+
+    assert [each.training for each in module.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_copy_of_a_fused_module_computes_with_its_own_weights() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_fused import model_of, step
 from transformers import PreTrainedModel
 
@@ -90,3 +91,24 @@ def test_dropout_draws_the_numbers_that_pefts_draws() -> None:
     assert loss == pytest.approx(expected, abs=1e-6)
     models[0].eval()
     assert step(models[0])[0] != pytest.approx(loss, abs=1e-6)
+
+
+def test_product_of_a_weight_that_zero_3_partitions_is_one_that_deepspeed_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would stay gathered for the backward pass otherwise. Small weights are never partitioned."""
+    model = adapted(None, torch.float32)
+    write_once(model)
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    last, seen = layer.lora_B["default"], []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: seen.append(weight) or linear(x, weight, bias))
+    x = torch.randn(3, 48)
+    expected = layer(x)
+    assert not any(each is last.weight for each in seen)
+
+    for persists, replaced in ((True, 0), (False, 1)):
+        seen.clear()
+        last.weight.ds_id, last.weight.ds_persist = 0, persists
+        torch.testing.assert_close(layer(x), expected)
+        assert sum(each is last.weight for each in seen) == replaced

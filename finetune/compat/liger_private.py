@@ -1,20 +1,27 @@
 """Liger's kernels for a GPU, by the functions beneath its autograd: what is kept for the backward pass is ours to say.
 
-Read in 0.8.5. Goes when Liger offers its kernels as operations without autograd.
+Read in 0.8.5; earlier versions take other arguments. Goes when Liger offers its kernels as operations without autograd.
 """
 
 import functools
 import importlib.util
+from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 NAME = "Liger"
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether it can be imported, with the Triton that it needs."""
-    return importlib.util.find_spec("liger_kernel") is not None and importlib.util.find_spec("triton") is not None
+    """Whether a version from 0.8.5 on can be imported, with the Triton that it needs."""
+    if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
+        return False
+    try:
+        return Version(metadata.version("liger-kernel")) >= Version("0.8.5")
+    except metadata.PackageNotFoundError:
+        return True  # a nightly build, which has another name
 
 
 def computes(*tensors: torch.Tensor) -> bool:

@@ -6,15 +6,14 @@ a channel and position of a norm (its input in fp32, and what is multiplied by t
 rows at a time. On a GPU Liger's kernels compute, where liger-kernel is installed; elsewhere PyTorch does.
 
 A model's modules are recognised by what they compute, not by their names: ``fuse`` gives a module's own forward some
-numbers, and replaces it where an operation here returns the same, to the bit. What small numbers do not show, outside
-of training, ``trace.anatomy.unlike_kernels`` looks for, and the plan refuses.
+numbers, small and large ones, as in training, and replaces it where an operation here returns the same, to the bit.
 """
 
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from finetune.compat import liger_private as liger
 from finetune.compat.fake_tensors import storage_key, without_modes
 
-AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
+AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 """Bytes of a tensor in fp32 that is computed with at a time. On a CPU a norm's stay in its caches: 2.7 ms forward and
 backward instead of 12.8 (1,250 rows of 576 channels in bf16, two cores)."""
 KEPT = nullcontext()
@@ -292,15 +291,30 @@ def _the_one_like(
     if len(inspect.signature(forward).parameters) != 2:  # itself and its input
         return None
     seen: Any = _Seen(module, replaced)
-    with without_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad(), torch.random.fork_rng([]), _in_training(module):
         numbers = torch.sin(torch.arange(ROWS * WIDTH, device="cpu").view(ROWS, WIDTH))
-        for x in (2 * numbers, numbers.to(torch.bfloat16)):
+        for x in (2 * numbers, 1e3 * numbers, numbers.to(torch.bfloat16)):
             try:
                 own = forward(seen, x)
-            except (AttributeError, RuntimeError, TypeError, ValueError):
-                return None  # it needs more than a module of these kinds has
-            candidates = [each for each in candidates if torch.equal(own, each(seen, x))]
+                candidates = [each for each in candidates if _are_equal(own, each(seen, x))]
+            except Exception:  # of any type: it needs more than a module of these kinds has
+                return None
     return candidates[0] if len(candidates) == 1 else None
+
+
+@contextmanager
+def _in_training(module: torch.nn.Module) -> Iterator[None]:
+    were = {each: each.training for each in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        for each, was in were.items():
+            each.training = was
+
+
+def _are_equal(one: Any, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
 
 
 class _Seen:

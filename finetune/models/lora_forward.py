@@ -40,10 +40,15 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 
 
 def _product_added_to(self: Any, x: torch.Tensor, frozen: torch.Tensor | None = None) -> torch.Tensor:
-    """As the forward of a linear layer, within which ZeRO-3 gathers its weights, but added to what is there."""
+    """As the forward of a linear layer, within which ZeRO-3 gathers its weights, but added to what is there.
+
+    Not of a weight that ZeRO-3 partitions: autograd would keep it gathered for the backward pass. It does not for
+    ``F.linear``, which DeepSpeed replaces.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if frozen is None or frozen.dtype != dtype or self.bias is not None:
+    is_partitioned = hasattr(self.weight, "ds_id") and not self.weight.ds_persist
+    if frozen is None or frozen.dtype != dtype or self.bias is not None or is_partitioned:
         product = F.linear(x, self.weight, self.bias)
         return product if frozen is None else frozen + product.to(frozen.dtype)
     rows = torch.addmm(frozen.flatten(0, -2), x.flatten(0, -2), self.weight.t())

@@ -113,7 +113,6 @@ def asked(
         notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
     methods = _methods(read, options, model, is_open=config_file(arguments) is None)
     refuse_if_any(_contradictions(read, options, batch))
-    refuse_if_any(model.kernel_problems(fused=cfg.model.kernels == "auto"))
     read = replace(read, flat=_is_flat(read, model))
     positions = model.anatomy.positions
     refuse_if_any(position_problems(cfg.data.max_length, positions) if cfg.data.streaming else [])

@@ -52,15 +52,6 @@ class Model:
         """
         return self.tracer.anatomy
 
-    def kernel_problems(self, *, fused: bool) -> list[str]:
-        """A sentence where the kernels (``models.fused``) would compute something else than the model's own modules."""
-        if not fused or self.anatomy.unlike_kernels is None:
-            return []
-        return [
-            f"model.kernels: {self.anatomy.unlike_kernels} cannot be replaced: it limits numbers, drops some in "
-            "training, or cannot be compared with the kernels. Set model.kernels to plain."
-        ]
-
     def together(self, questions: Sequence[Callable[[], Answer]]) -> list[Answer]:
         """Answers to questions about this model, which may be asked several times.
 

@@ -76,13 +76,11 @@ class RunPlan:
         return f"plan: peak {size_text(self.memory.peak)}: {', '.join(texts)}"
 
     def problems(self) -> list[str]:
-        """Why the run cannot have its kernels, or cannot fit, with the nearest one that does, as a sentence.
+        """Why the run cannot fit, with the nearest one that does, as a sentence.
 
         Only the peak counts: what is needed beside it is an estimate, which the memory check before the first step
         verifies.
         """
-        if unlike := self.model.kernel_problems(fused=self.setting.fused):
-            return unlike
         if self.row is None or self.machines is None:
             return []
         need = self.row.gpu

@@ -1,14 +1,11 @@
 """What a trace must know of a model before it: its sizes, and which of its layers are alike."""
 
-import copy
-
 import torch
-from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import fused, packing_support
+from finetune.models import packing_support
 from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
 
@@ -39,46 +36,8 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         lead=lead,
         period=period,
         positions=getattr(text, "max_position_embeddings", None),
-        unlike_kernels=unlike_kernels(skeleton),
         keeps_apart=not packing_support.problems(config, attention=PACKED, dtype=torch.bfloat16, capability=AMPERE),
     )
-
-
-def unlike_kernels(skeleton: torch.nn.Module) -> str | None:
-    """The class of a module that ``models.fused`` mistakes for one that it knows, or that it fails on.
-
-    ``fuse`` compares small numbers, in a model that is not being trained yet; a module may limit large ones, or drop
-    some in training. Modules of one class are looked at by their settings: some layers may have limits, others none.
-    Goes when ``fuse`` compares these too.
-    """
-    kinds = {_kind(each): each for each in skeleton.modules() if _may_be_fused(each)}
-    for module in kinds.values():
-        plain, replaced = copy.deepcopy(module).eval(), copy.deepcopy(module).eval()
-        try:
-            fused.fuse(replaced, recomputes=True)
-        except Exception:  # of any type: a module's own forward, called with what it may not expect
-            return type(module).__name__
-        if "forward" in vars(replaced) and not _compute_the_same(plain, replaced):
-            return type(module).__name__
-    return None
-
-
-def _may_be_fused(module: torch.nn.Module) -> bool:
-    names = [name for name, _ in module.named_parameters()]
-    return names == ["weight"] or {"gate_proj.weight", "up_proj.weight", "down_proj.weight"} <= set(names)
-
-
-def _compute_the_same(plain: torch.nn.Module, replaced: torch.nn.Module) -> bool:
-    numbers = torch.sin(torch.arange(256.0)).view(16, 16)
-    weights = {name: 1 + numbers if each.ndim > 1 else 1 + numbers[0] for name, each in plain.named_parameters()}
-    for scale, trains in ((1.0, True), (1e3, False)):
-        with torch.random.fork_rng([]), torch.no_grad():
-            own, other = (
-                functional_call(each.train(trains), weights, (scale * numbers,)) for each in (plain, replaced)
-            )
-        if not torch.equal(own, other):
-            return False
-    return True
 
 
 def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:

@@ -30,8 +30,6 @@ class Anatomy:
     """The longest row that the model is made for."""
     keeps_apart: bool = False
     """Whether its attention keeps the documents of a flat row apart, on GPUs that can."""
-    unlike_kernels: str | None = None
-    """The class of modules that ``models.fused`` would replace by something else than they compute."""
 
     def depths(self, least: int) -> tuple[int, int]:
         """Two numbers of layers to trace; twice all where these are less work.
