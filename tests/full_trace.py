@@ -9,7 +9,6 @@ from finetune.models.loading import config_from
 from finetune.trace.accounts import Account, Lives
 from finetune.trace.dry_run import ON_HOST, stepped
 from finetune.trace.ledger import ALLOCATOR_ROUNDING, Ledger
-from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
 
@@ -53,7 +52,7 @@ def full_trace(
     """Trace a model by its ``config.json``; the other arguments are those of ``dry_run.stepped``."""
     config = config_from(model)
     ledger = stepped(config, setting, rank=rank, real=real, kernels=kernels, rounding=rounding)
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     vocabulary = config.get_text_config().vocab_size
     return told(ledger, {setting.tokens}, vocabulary, ON_HOST if place.weights_on != "gpu" else frozenset())
 

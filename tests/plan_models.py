@@ -18,7 +18,7 @@ from typing import Any
 from finetune.planner.model import Model
 from finetune.planner.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
-from finetune.trace.placement import Placement, placement_of
+from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth, Held, Kernel, Sent, Span, Step
@@ -168,7 +168,7 @@ class WholeStep(Step):
 
 def step_of(llama: Llama, setting: Setting) -> Step:
     """The step of a setting, as a ``Tracer`` keys it."""
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     state = _State(llama, setting, place)
     depth = Depth(
         layers=llama.layers,

@@ -22,11 +22,10 @@ from finetune.planner.communication import transfers
 from finetune.planner.rates import rates_of
 from finetune.planner.speed import PHASES, StepTime, step_time
 from finetune.trace.dry_run import stepped
-from finetune.trace.placement import placement_of
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Kernel, Step
-from finetune.trace.tracer import LIVE_ELEMENTS, key_setting
+from finetune.trace.tracer import key_setting
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -147,7 +146,7 @@ def test_quantised_weights_are_multiplied_as_others_are(step: Any):
 def sent_elements(step: Step, setting: Setting) -> dict[str, float]:
     """Elements that a process sends in a step, by what; weights travel in 2 bytes and gradients in 4."""
     machines = parse_gpus(GPUS[setting.world_size])
-    placement = placement_of(setting.strategy, setting.world_size)
+    placement = setting.placement
     sent = transfers(step, setting, placement, machines, rates_of(machines.gpu))
     return {each.what: each.bytes / (2 if "gather" in each.what else 4) for each in sent if each.is_collective}
 
@@ -160,14 +159,13 @@ def test_a_process_sends_what_the_zero_paper_says(setting: Setting, micro_batche
     """Rajbhandari et al., arXiv:1910.02054, section 7: 2 elements a weight, 3 where weights are sharded too.
 
     DeepSpeed 0.19.8 reduces by all-reduce in stages 1 and 2 (``use_multi_rank_bucket_allreduce``), which takes one
-    more. Weights that stay gathered until the backward pass are not gathered again: FSDP2's last unit, which has the
-    head, and as many as ZeRO-3 may keep.
+    more. Weights that stay gathered until the backward pass are not gathered again: those of the head.
     """
     each_micro_batch, once, stay = {
         "ddp": (0, 2, 0),
         "zero1": (0, 3, 0),
         "zero2": (2, 1, 0),
-        "zero3": (3, 0, LIVE_ELEMENTS),
+        "zero3": (3, 0, HEAD),
         "fsdp2": (3, 0, HEAD),
     }[setting.strategy]
     setting = replace(setting, accumulation=micro_batches)

@@ -22,11 +22,10 @@ from finetune.config.compatibility import ADAPTERS, OPTIMIZERS, Cell, refusal
 from finetune.distributed import setup
 from finetune.models.loading import config_from
 from finetune.planner.speed import PHASES
-from finetune.trace import tracer as tracing
 from finetune.trace.accounts import CATEGORIES
 from finetune.trace.depth import trace_depth
 from finetune.trace.layers import Anatomy, repetition
-from finetune.trace.placement import world_sizes_problem
+from finetune.trace.placement import Placement, world_sizes_problem
 from finetune.trace.powers import MicroBatch, prime_micro_batch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Step, depth_of, record_of
@@ -146,20 +145,6 @@ REPLICAS = [
 ]
 
 
-class Near(Tracer):
-    """Takes layers next to an end of the model for some in its middle."""
-
-    def _reach(self, key: Setting) -> int:
-        return 1
-
-
-class Unpacked(Tracer):
-    """Takes 4-bit weights for as many elements as they stand for."""
-
-    def _reach(self, key: Setting) -> int:
-        return super()._reach(replace(key, bits=None))
-
-
 class Whole(Tracer):
     """Traces all layers."""
 
@@ -167,29 +152,22 @@ class Whole(Tracer):
         return self.anatomy.layers, self.anatomy.layers
 
 
-KEPT = {None: (12, 100_000, Near), 4: (14, 40_000, Unpacked)}
-"""By the bits of the weights: layers of a model, weights that ZeRO-3 keeps gathered, and a tracer that gets it wrong.
-Of 43,000 weights a layer, 100,000 are 2.3 layers."""
+SPLIT = {
+    bits: Setting("zero3", 8, bits, "lora", rank=2, row_tokens=128, activation_checkpointing=True) for bits in (None, 4)
+}
 
 
-def of_few_kept(bits: int | None, kind: type[Tracer]) -> Step:
-    """A step of a model for which the limits of ZeRO-3 are as narrow as they are for a large one."""
-    layers, live, _ = KEPT[bits]
-    limits = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), live)
-    limits |= dict.fromkeys(("stage3_prefetch_bucket_size", "reduce_bucket_size"), live // 20)
-    limits["stage3_param_persistence_threshold"] = 100
+def of_split_weights(setting: Setting, kind: type[Tracer], reach: int) -> Step:
+    """A step of a model of which ZeRO-3 splits all weights, as it does of a large one, and looks ahead as little."""
+    small = {"stage3_param_persistence_threshold": 100, "reduce_bucket_size": 5_000}
     configure = setup._configure_deepspeed
 
     def configured(accelerator: Any, *args: Any) -> None:
         configure(accelerator, *args)
-        accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"].update(limits)
+        accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"].update(small)
 
-    setup._configure_deepspeed, tracing.LIVE_ELEMENTS = configured, live  # in a process of its own
-    return traced_step(NARROW | {"num_hidden_layers": layers}, kept(bits), kind=kind)
-
-
-def kept(bits: int | None) -> Setting:
-    return Setting("zero3", 8, bits, "lora", rank=2, row_tokens=128, activation_checkpointing=True)
+    setup._configure_deepspeed, Placement.reach = configured, reach  # in a process of its own
+    return traced_step(NARROW | {"num_hidden_layers": 12}, setting, kind=kind)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,8 +177,9 @@ def traces() -> "Iterator[dict[Any, Future[Any]]]":
     for fields, setting in [*SQUARE, *((NARROW, setting) for setting in REPLICAS)]:
         calls["whole", setting] = partial(full_trace, fields, setting)
         calls["step", setting] = partial(traced_step, fields, setting, row_tokens=LONGEST)
-    for bits, (_, _, forgetful) in KEPT.items():
-        calls |= {(bits, kind): partial(of_few_kept, bits, kind) for kind in (Whole, Tracer, forgetful)}
+    for setting in SPLIT.values():
+        calls["whole", setting] = partial(of_split_weights, setting, Whole, 2)
+        calls |= {(reach, setting): partial(of_split_weights, setting, Tracer, reach) for reach in (1, 2)}
     with begun(calls) as found:
         yield found
 
@@ -238,16 +217,17 @@ def test_gradients_of_replicas_lie_beside_their_buckets_until_the_last_micro_bat
         assert peak(forgetful, setting) != pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("bits", KEPT)
-def test_layers_within_reach_of_what_zero_3_keeps_gathered_are_unlike_those_in_the_middle(
+@pytest.mark.parametrize("bits", SPLIT)
+def test_two_layers_from_an_end_are_unlike_those_in_the_middle_under_zero_3(
     bits: int | None, traces: "dict[Any, Future[Any]]"
 ):
-    layers, _, forgetful = KEPT[bits]
-    whole, step, wrong = (traces[bits, kind].result() for kind in (Whole, Tracer, forgetful))
-    assert whole.low.layers == layers > step.high.layers
-    expected = peak(whole, kept(bits))
-    assert peak(step, kept(bits)) == pytest.approx(expected, rel=0.02)
-    assert peak(wrong, kept(bits)) != pytest.approx(expected, rel=0.1)
+    setting = SPLIT[bits]
+    whole, step, near = (traces[kind, setting].result() for kind in ("whole", 2, 1))
+    assert whole.low.layers == 12
+    assert (step.low.layers, step.high.layers) == (4, 5)
+    expected = peak(whole, setting)
+    assert peak(step, setting) == pytest.approx(expected, rel=0.01)
+    assert peak(near, setting) != pytest.approx(expected, rel=0.03)
 
 
 def test_primes_divide_no_dimension_rank_or_share(tmp_path: Path):

@@ -201,6 +201,21 @@ def _size_buffers(accelerator: Accelerator, elements: int) -> None:
         plugin.set_deepspeed_weakref()  # transformers reads the weights by a copy of the configuration
 
 
+def _limit_gathered(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Have ZeRO-3 hold the weights of two layers: the one that computes, and the next, which is fetched meanwhile.
+
+    By default it holds a billion weights: all of a small model, and many layers of one in 4 bits. A launch file that
+    sets these limits decides.
+    """
+    layers = [layer for each in model.modules() if isinstance(each, torch.nn.ModuleList) for layer in each]
+    largest = max(
+        (sum(getattr(each, "ds_numel", each.numel()) for each in layer.parameters()) for layer in layers), default=0
+    )
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        zero.setdefault(name, 2 * largest)
+
+
 def prepare(
     accelerator: Accelerator,
     strategy: Strategy,
@@ -218,6 +233,8 @@ def prepare(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+    if strategy.gathers_in_order:
+        _limit_gathered(accelerator, model)
     with _without_chatter():
         model, optimizer = accelerator.prepare(model, optimizer)
     prove_active(accelerator, strategy, model, optimizer)

@@ -200,8 +200,6 @@ def sync_compute_weights(model: torch.nn.Module) -> None:
     for number in range(len(zero.fp32_partitioned_groups_flat)):
         with in_memory(zero, number):
             write_compute_weights(zero, number)
-    if zero.persistent_parameters:  # small ones are kept gathered, for speed
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
     zero.invalidate_secondary_tensor()
 
 

@@ -79,6 +79,11 @@ class Strategy:
     def is_deepspeed(self) -> bool:
         return self.name.startswith("zero")
 
+    @property
+    def gathers_in_order(self) -> bool:
+        """Each layer's weights are gathered ahead, in the order of an earlier pass: ZeRO-3."""
+        return self.name.startswith("zero3")
+
 
 def _zero_name() -> str:
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:

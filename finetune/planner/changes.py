@@ -36,7 +36,7 @@ def with_bf16_weights(setting: Setting) -> list[Setting]:
 
 def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads."""
-    here = placement_of(setting.strategy, setting.world_size)
+    here = setting.placement
     found = []
     for strategy in STRATEGIES:
         there = placement_of(strategy, setting.world_size)

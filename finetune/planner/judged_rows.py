@@ -7,7 +7,6 @@ from typing import Literal
 from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Method, Question, method_of
 from finetune.planner.speed import StepTime
-from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 from finetune.units import GIB
 
@@ -69,7 +68,7 @@ class Row:
     @property
     def offloads(self) -> bool:
         """Whether anything waits in host memory or on disk for its use."""
-        return placement_of(self.setting.strategy, self.setting.world_size).optimizer_on != "gpu"
+        return self.setting.placement.optimizer_on != "gpu"
 
     @property
     def worst(self) -> Need:

@@ -20,7 +20,7 @@ from finetune.planner.changes import (
 from finetune.planner.judged_rows import Row
 from finetune.planner.preference import SIMPLEST_FIRST
 from finetune.planner.question import Question, method_of
-from finetune.trace.placement import Placement, placement_of
+from finetune.trace.placement import Placement
 from finetune.trace.setting import Setting
 from finetune.units import GIB
 
@@ -87,7 +87,7 @@ def sentence(question: Question, row: Row, whose: str = "the peak") -> str:
     """
     term, size = largest_term(row)
     words = [words for words, _ in levers(question, row.setting, term)]
-    if not words and term in ("weights", STATE) and _placement(row.setting).optimizer_shards > 1:
+    if not words and term in ("weights", STATE) and row.setting.placement.optimizer_shards > 1:
         words = ["more GPUs"]
     is_plural = term != "workspace"
     what = (
@@ -103,18 +103,14 @@ def _sharding(question: Question, setting: Setting, term: str) -> Iterator[tuple
     """By the simplest strategy that splits the term over more GPUs."""
     if term not in ("weights", STATE):
         return
-    here = _shards_of(term, _placement(setting))
-    there = [each for each in sharded(setting) if _shards_of(term, _placement(each)) > here]
+    here = _shards_of(term, setting.placement)
+    there = [each for each in sharded(setting) if _shards_of(term, each.placement) > here]
     there = [
         each for each in there if not is_pointless(each.strategy, question.machines) and _is_possible(question, each)
     ]
     if there:
         simplest = min(there, key=lambda each: SIMPLEST_FIRST.index(each.strategy))
         yield f"sharding with {simplest.strategy}", simplest
-
-
-def _placement(setting: Setting) -> Placement:
-    return placement_of(setting.strategy, setting.world_size)
 
 
 def _shards_of(term: str, placement: Placement) -> tuple[int, ...]:
@@ -125,7 +121,7 @@ def _shards_of(term: str, placement: Placement) -> tuple[int, ...]:
 
 def _is_of_no_use(lever: Lever, setting: Setting) -> bool:
     """Under ZeRO the weights are 16-bit copies already, and fp32 ones belong to the optimizer."""
-    return lever.change is with_bf16_weights and (setting.adapter != "none" or _placement(setting).framework == "zero")
+    return lever.change is with_bf16_weights and (setting.adapter != "none" or setting.placement.framework == "zero")
 
 
 def _is_possible(question: Question, setting: Setting) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from finetune.planner.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
-from finetune.trace.placement import Placement, placement_of
+from finetune.trace.placement import Placement
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Moment, Step
@@ -75,7 +75,7 @@ def step_memory(
         step: of ``Model.step``.
         large_workspaces: of matrix products, as on Hopper and later.
     """
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     micro_batch = micro_batch_of(step, setting, mean_document_tokens)
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
     every = step.moments(micro_batch, accumulation=setting.accumulation)
@@ -138,7 +138,7 @@ def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_m
     (``distributed.weight_loading``). Offloaded shards come to lie beside the weights that were read, which Accelerate
     1.15 keeps until the last is made (``original_sd`` of ``fsdp2_prepare_model``).
     """
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     compute = 4 if setting.precision == "no" and setting.weights != "bf16" else 2
     model = compute * anatomy.parameters
     shared = place.framework == "fully_shard" or place.zero_stage == 3

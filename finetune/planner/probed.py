@@ -8,7 +8,6 @@ from finetune.hardware.cards import Machines
 from finetune.planner.judged_rows import Row, verdict
 from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Question
-from finetune.trace.placement import placement_of
 from finetune.trace.probe import Probed
 from finetune.trace.setting import Setting
 from finetune.units import GIB
@@ -27,7 +26,7 @@ def row_to_probe(rows: tuple[Row, ...], question: Question, here: Machines) -> R
             f"out, or ask about --gpus 1x{here.gpu.name}."
         )
     for row in rows:
-        place = placement_of(row.setting.strategy, row.setting.world_size)
+        place = row.setting.placement
         if place.framework == "plain" and row.verdict != "does not fit":
             return row
     raise InputError(

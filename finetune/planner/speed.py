@@ -16,7 +16,7 @@ from finetune.hardware.cards import Gpu, Machines, precision_problem, stand_in
 from finetune.planner.communication import Transfer, transfers
 from finetune.planner.memory import micro_batch_of
 from finetune.planner.rates import Rates, rates_of
-from finetune.trace.placement import Placement, placement_of
+from finetune.trace.placement import Placement
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import MORE_PARTS, Kernel, Step
@@ -144,7 +144,7 @@ def step_time(
     gpu = stand_in(machines.gpu)
     rates = rates or rates_of(gpu)
     rated = Machines(gpu, machines.gpus_per_node, machines.nodes)
-    placement = placement_of(setting.strategy, setting.world_size)
+    placement = setting.placement
     micro_batch = micro_batch_of(step, setting, mean_document_tokens)
     attended = mean_document_tokens / setting.row_tokens
     kernels = step.kernels

@@ -6,7 +6,6 @@ from transformers import PreTrainedConfig
 
 from finetune.trace.accounts import Account
 from finetune.trace.dry_run import ON_HOST, stepped
-from finetune.trace.placement import placement_of
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth
@@ -25,7 +24,7 @@ def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch, 
     ledger = stepped(config, shaped, kernels=kernels, counts_work=True, scored=traced.scored)
     text = config.get_text_config()
     account = Account(ledger, {shaped.tokens, traced.scored}, text.vocab_size)
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     gpu, host = account.lives(ON_HOST if place.weights_on != "gpu" else frozenset())
     update = account.last_start_of("step")
     beside = [each for each in host if each[0].lives_at(update - 1) or each[0].lives_at(ledger.events)]

@@ -31,7 +31,7 @@ from finetune.trace.patches import (
     libraries_take_fakes,
     scores_in_two_parts,
 )
-from finetune.trace.placement import Placement, placement_of, world_sizes_problem
+from finetune.trace.placement import Placement, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
@@ -74,7 +74,7 @@ def stepped(
     refuse_if_any(problems(setting, rank))
     fakes = contextlib.nullcontext() if real else QuickFakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(rounding=rounding, inside=inside if kernels else None)
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     among_others = real and setting.world_size > 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(_collecting_when_told())
@@ -101,7 +101,7 @@ def problems(setting: Setting, rank: int) -> list[str]:
     found.append(world_sizes_problem(setting.strategy, setting.world_size))
     if not 0 <= rank < setting.world_size:
         found.append(f"The rank is {rank}; of {setting.world_size} processes it is from 0 to {setting.world_size - 1}.")
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     if place.framework == "zero" and place.optimizer_on != "gpu":
         found.append(
             f"{setting.strategy} cannot be traced: without a GPU, its engine puts everything into host memory; trace "
@@ -129,7 +129,7 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{setting.strategy}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    is_distributed = placement_of(setting.strategy, setting.world_size).framework != "plain"
+    is_distributed = setting.placement.framework != "plain"
     if is_distributed:
         place = {"RANK": rank, "WORLD_SIZE": setting.world_size}
         local = {f"LOCAL_{name}": number for name, number in place.items()}

@@ -36,6 +36,12 @@ class Placement:
         return self.framework == "fully_shard" or self.zero_stage >= 2
 
     @property
+    def reach(self) -> int:
+        """Layers from an end within which spans of the step differ from those in the middle: ZeRO-3 holds two layers
+        gathered (``distributed.setup``)."""
+        return 2 if self.zero_stage == 3 else 1
+
+    @property
     def gradient_bytes(self) -> int:
         """Of a gradient's element on the wire: reduced in fp32 under every strategy."""
         return 4

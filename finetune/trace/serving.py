@@ -26,7 +26,6 @@ from finetune.models.loading import config_from, without_weights
 from finetune.trace.anatomy import anatomy_of
 from finetune.trace.child import environment_of_child
 from finetune.trace.depth import trace_depth
-from finetune.trace.placement import placement_of
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import setting_of
 from finetune.trace.shallow import record_of
@@ -61,7 +60,7 @@ def answers_to(question: Mapping[str, Any], *, may_trace_here: bool = False) -> 
 
 def _framework(job: Sequence[Any]) -> str:
     setting = setting_of(job[2])
-    framework = placement_of(setting.strategy, setting.world_size).framework
+    framework = setting.placement.framework
     return "plain" if framework == "replicated" else framework
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import sections
+from finetune.trace.placement import Placement, placement_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Setting:
             layout="packed" if cfg.data.packing else "flat" if flat else "padded",
             flash=flash,
         )
+
+    @property
+    def placement(self) -> Placement:
+        """What its strategy splits over its processes, and where it lies."""
+        return placement_of(self.strategy, self.world_size)
 
     @property
     def packing(self) -> bool:

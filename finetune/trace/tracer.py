@@ -6,7 +6,6 @@ slow: a question whose answers are all known starts no child.
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from finetune.errors import InputError, RunStopped
 from finetune.hardware import cores
 from finetune.trace.asking import Child, can_fork, take_child
 from finetune.trace.layers import Anatomy
-from finetune.trace.placement import placement_of
 from finetune.trace.powers import MicroBatch, prime_micro_batch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth, Step, depth_of
@@ -35,9 +33,6 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "dee
 OWN_NAME = "traces"
 KEPT_DAYS = 60
 """For which a trace is remembered."""
-LIVE_ELEMENTS = 1_000_000_000
-"""Weights that ZeRO-3 keeps gathered at most (``stage3_max_live_parameters``, by default): spans of the step
-are alike only where more layers than these lie before and behind them."""
 
 
 def key_setting(setting: Setting) -> Setting:
@@ -48,7 +43,7 @@ def key_setting(setting: Setting) -> Setting:
     is like the others, because its gradients are always added up. fp16 takes the bytes of bf16,
     but under ZeRO-3.
     """
-    place = placement_of(setting.strategy, setting.world_size)
+    place = setting.placement
     is_one = place.zero_stage == 3 or (place.framework == "replicated" and setting.accumulation == 1)
     return replace(
         setting,
@@ -118,7 +113,7 @@ class Tracer:
         """That is traced: of primes that divide no dimension of the model, of its adapter, or of their shards."""
         positions = self.anatomy.positions
         longest = self.row_tokens if positions is None else min(self.row_tokens, positions)
-        shards = placement_of(setting.strategy, setting.world_size).weight_shards
+        shards = setting.placement.weight_shards
         whole = {*self.anatomy.dimensions, setting.rank}
         return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole})
 
@@ -176,22 +171,11 @@ class Tracer:
                 )
             depths.append(depth_of(answer["depth"]))
         low, high = depths
-        return Step(self.anatomy.layers, low, low if low.layers == high.layers else high, self._reach(key))
+        return Step(self.anatomy.layers, low, low if low.layers == high.layers else high, key.placement.reach)
 
     def _depths(self, key: Setting) -> tuple[int, int]:
-        place = placement_of(key.strategy, key.world_size)
-        if place.framework in ("plain", "replicated"):
-            return self.anatomy.depths(2)
-        return self.anatomy.depths(2 + self._reach(key))
-
-    def _reach(self, key: Setting) -> int:
-        """Layers from an end within which spans of the step differ from those in the middle."""
-        if placement_of(key.strategy, key.world_size).zero_stage != 3:
-            return 1
-        elements = float(self.anatomy.parameters)
-        if key.bits == 4:  # several in an element of 16 bits
-            elements -= (1 - key.bits / 16) * self.anatomy.linear_parameters
-        return math.ceil(LIVE_ELEMENTS * self.anatomy.layers / elements) if elements > LIVE_ELEMENTS else 1
+        place = key.placement
+        return self.anatomy.depths(2 if place.framework in ("plain", "replicated") else 2 + place.reach)
 
     def _traced(self, places: Sequence[tuple[Setting, int]]) -> list[Any]:
         jobs = []
