@@ -92,7 +92,7 @@ CHECKSUMS = "checksums.json"
 
 def write_checksums(folder: Path) -> None:
     """Note the contents of all files of a folder, for ``refuse_if_damaged``."""
-    (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder)), encoding="utf-8")
+    (folder / CHECKSUMS).write_text(json.dumps(checksums(folder)), encoding="utf-8")
 
 
 def refuse_if_damaged(folder: Path) -> None:
@@ -105,7 +105,7 @@ def refuse_if_damaged(folder: Path) -> None:
     """
     try:
         written = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        found = _checksums(folder)
+        found = checksums(folder)
         wrong = sorted(name for name, checksum in written.items() if found.get(name) != checksum)
     except (OSError, ValueError, AttributeError):
         wrong = [CHECKSUMS]
@@ -116,10 +116,10 @@ def refuse_if_damaged(folder: Path) -> None:
         )
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """XXH3 of each file, by its name."""
+def checksums(folder: Path, pattern: str = "*") -> dict[str, str]:
+    """XXH3 of each file whose name fits a pattern, by its name."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob(pattern)):
         if path.name != CHECKSUMS and path.is_file():
             with path.open("rb") as file:
                 digest = xxhash.xxh3_128()

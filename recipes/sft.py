@@ -42,8 +42,8 @@ def main(cfg: Config) -> None:
     with Session(cfg, launch, spec, tokenizer, batches, held_out, next_token_loss_sum) as session:
         model = session.load_model()
         optimizer = session.build_optimizer(model)
-        model, optimizer = session.prepare(model, optimizer)  # and proves that the strategy is active
-        session.begin()  # tries the heaviest micro-batch; then a new run, or one brought to where it stood
+        model, optimizer = session.prepare(model, optimizer)  # the strategy is active, the heaviest rows fit
+        session.begin()  # a new run, or one brought to where it stood
         for step in session.steps():
             batch = batches.step(step)
             rate = learning_rate(

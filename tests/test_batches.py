@@ -53,6 +53,27 @@ def dealt(work: Batches, step: int, world_size: int, micro_batch_size: int) -> l
     return [[row.source for place in places for row in work.documents(place)] for places in in_order]
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_two_documents_that_follow_one_another_are_a_row_of_pairs(rows: Rows, flat: bool):
+    work = batches(rows, packing=False, paired=True, flat=flat)
+    work.references = np.arange(len(rows), dtype=np.float32)
+    assert work.rows_in_epoch == len(rows) // 2
+    batch = work.step(1)
+    assert batch.rows == 8
+    documents = [work.documents(place) for place in batch.places]
+    assert [[row.source for row in each] for each in documents] == [
+        [rows[2 * place].source, rows[2 * place + 1].source] for place in batch.places
+    ]
+    assert [[row.reference for row in each] for each in documents] == [[2 * p, 2 * p + 1] for p in batch.places]
+    assert batch.tokens == sum(len(row.tokens) for each in documents for row in each)
+    next_tokens, inputs = collate(documents[:2], CPU, flat=flat)
+    lengths = [len(row.tokens) for each in documents[:2] for row in each]
+    assert inputs["input_ids"].shape == ((1, sum(lengths)) if flat else (4, max(lengths)))
+    assert int((next_tokens != IGNORED).sum()) == sum(row.trained_tokens for each in documents[:2] for row in each)
+    padded = sum(2 * max(len(row.tokens) for row in each) for each in documents)
+    assert (batch.total_tokens if flat else int(work.lengths[batch.places].sum())) == (batch.tokens if flat else padded)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_same_documents_in_the_same_step_for_1_2_and_4_processes(rows: Rows, packing: bool):
     work = batches(rows, packing=packing)

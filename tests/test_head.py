@@ -1,6 +1,7 @@
 """Losses of some positions at a time are those of all scores at once, and so are their gradients."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -106,6 +107,70 @@ def test_gradients_of_a_frozen_an_adapted_and_a_copied_head_are_the_same(what: s
             torch.nn.init.normal_(parameter, std=0.3)
     assert_alike(model, micro_batch())
     assert any("lm_head" in name for name in gradients(model)) == (what != "adapter")
+
+
+def of_rows(losses_N: torch.Tensor, row_N: torch.Tensor) -> torch.Tensor:
+    """Of each row of a micro-batch a function of its sum, as a loss of preferences is."""
+    sums = torch.zeros(6).index_add(0, row_N, losses_N)
+    return torch.nn.functional.logsigmoid(0.1 * (sums[::2] - sums[1::2])).sum()
+
+
+@pytest.mark.parametrize("what", ["trained", "frozen", "adapter on the head", "head trained in full"])
+def test_loss_that_is_no_sum_over_positions_has_the_gradients_of_all_scores(what: str, at_once: int):
+    model, (next_tokens, inputs) = model_of("llama"), micro_batch()
+    targets = ["q_proj", *(["lm_head"] if what == "adapter on the head" else [])]
+    saved = ["lm_head"] if what == "head trained in full" else []
+    if what != "trained":
+        section = sections.Adapter(type="lora", rank=4, targets=targets, modules_to_save=saved)
+        adapters.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    reference = copy.deepcopy(model)
+    take_losses(model)
+    each = functools.partial(torch.nn.functional.cross_entropy, ignore_index=IGNORED, reduction="none")
+    all_N, row_N = each(reference(**inputs).logits.flatten(0, 1), next_tokens.flatten()), torch.arange(138) // 23
+    expected = of_rows(all_N, row_N)
+    expected.backward()
+
+    places = losses.trained_positions(next_tokens)
+    wanted = LossOfScores(
+        lambda scores, targets: each(scores.flatten(0, 1), targets.flatten()),
+        places,
+        next_tokens.flatten()[places],
+        of_all=lambda losses_N: of_rows(losses_N, row_N[places]),
+    )
+    found = model(**inputs, loss_of_scores=wanted)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    ours, theirs = gradients(model), gradients(reference)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs, loss_of_scores=wanted), expected)
+
+
+def test_both_passes_over_the_scores_drop_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(losses, "SCORES_BYTES", 4 * VOCABULARY * 1000)
+    model, (next_tokens, inputs) = model_of("llama"), micro_batch()
+    section = sections.Adapter(type="lora", rank=4, targets=["lm_head"], dropout=0.5)
+    adapters.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
+    take_losses(model.train())
+    seen = []
+
+    def watching(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+        seen.append(found.detach())
+        return found
+
+    places = losses.trained_positions(next_tokens)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)  # or else the adapter adds nothing
+    model(**inputs, loss_of_scores=LossOfScores(watching, places, next_tokens.flatten()[places], torch.sum))
+    first, second = seen
+    assert torch.equal(first, second)
+    assert not torch.equal(first, first.new_zeros(len(first)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,6 +26,8 @@ SAME_RUN = {
     "adapter.targets": "other weights were trained",
     "adapter.modules_to_save": "other weights were trained",
     "quantization.bits": "it was trained on other frozen weights",
+    "dpo.loss": "another loss was learnt",
+    "dpo.beta": "another loss was learnt",
 }
 """Keys that must not change, and why."""
 SAME_OPTIMIZER = ("train.optimizer",)
@@ -62,9 +64,9 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
     """
     before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
     changed = {
-        key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after[key]!r} now"
+        key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after.get(key)!r} now"
         for key in (*SAME_RUN, *SAME_OPTIMIZER)
-        if before.get(key) != after[key]
+        if before.get(key) != after.get(key)
     }
     found = [f"{changed[key]}: {why}; set it back, or {ANEW}" for key, why in SAME_RUN.items() if key in changed]
     rounded = checkpoint.contents["run"]["strategy"]["precision"]

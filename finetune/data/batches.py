@@ -7,7 +7,7 @@ longest.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from finetune.cache import key_of
 from finetune.data.dataset import describe, rejected_lines
 from finetune.data.encoding import Row
-from finetune.data.packing import efficiency, pack_apart
+from finetune.data.packing import Packs, efficiency, pack_apart
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, global_batch, heaviest_micro_batch, positions_in
 
@@ -38,13 +38,55 @@ class Batch:
     sources: Callable[[], list[str]] = field(compare=False)
     """Returns ``file:line`` of each row of the input, for all of its documents."""
 
+    @property
+    def rows(self) -> int:
+        """Rows that there are."""
+        return sum(place != EMPTY for place in self.places)
 
-class Batches:
+
+class Inputs:
+    """Rows of the input: each a document, or several.
+
+    Args:
+        rows: the documents.
+        flat: whether the rows of a micro-batch lie end to end, without padding.
+        paired: whether every two documents that follow one another are a row.
+        packs: or which of them are.
+    """
+
+    def __init__(self, rows: Rows, *, flat: bool, paired: bool = False, packs: Packs | None = None) -> None:
+        if paired:
+            packs = Packs(np.arange(len(rows), dtype=np.int32), np.arange(0, len(rows) + 1, 2))
+        self.rows, self.packs, self.flat, self.paired = rows, packs, flat, paired
+        self.tokens = rows.lengths if packs is None else packs.tokens(rows.lengths)
+        """Of each row."""
+        self.trained_tokens = rows.trained_tokens if packs is None else packs.tokens(rows.trained_tokens)
+        self.lengths = self.tokens if packs is None or flat else packs.padded(rows.lengths)
+        """Positions of each row: its tokens; padded, those of its longest document for each of its documents."""
+        self.references: np.ndarray | None = None
+        """What ``Row.reference`` is of each document."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def documents(self, place: int) -> list[Row]:
+        """The documents of a row of the input; none for ``EMPTY``."""
+        if place == EMPTY:
+            return []
+        numbers = [place] if self.packs is None else self.packs[place].tolist()
+        known = self.references
+        if known is None:
+            return [self.rows[i] for i in numbers]
+        return [replace(self.rows[i], reference=float(known[i])) for i in numbers]
+
+
+class Batches(Inputs):
     """Which documents are trained in which step: a function of (seed, epoch, step) only, for any number of processes.
 
     Args:
         rows: the documents.
         packing: whether documents share rows of ``max_length`` tokens.
+        paired: whether every two documents that follow one another are a row, instead of packing.
         flat: whether the rows of a micro-batch lie end to end, without padding; packed rows always do.
         steps: optimizer steps of the run; None for ``epochs``.
     """
@@ -61,18 +103,17 @@ class Batches:
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
+        paired: bool = False,
     ) -> None:
-        self.rows, self.max_length = rows, max_length
+        packs = pack_apart(rows.lengths, rows.copy, max_length) if packing else None
+        super().__init__(rows, flat=flat or packing, paired=paired, packs=packs)
+        self.packing, self.max_length = packing, max_length
         self._rejected = rejected_lines(rows)
-        self.packs = pack_apart(rows.lengths, rows.copy, max_length) if packing else None
-        self.rows_in_epoch = len(rows) if self.packs is None else len(self.packs)
+        self.rows_in_epoch = len(self)
         rows_in_run = steps * global_batch_size if steps else max(1, round(self.rows_in_epoch * epochs))
         self.steps = math.ceil(rows_in_run / global_batch_size)
         self.order = {"rows_in_run": rows_in_run, "global_batch_size": global_batch_size, "seed": seed}
-        self.micro_batch_size, self.flat = micro_batch_size, flat or packing
-        lengths, trained = rows.lengths, rows.trained_tokens
-        self.lengths = lengths if self.packs is None else self.packs.tokens(lengths)
-        self.trained_tokens = trained if self.packs is None else self.packs.tokens(trained)
+        self.micro_batch_size = micro_batch_size
 
     def step(self, step: int) -> Batch:
         """The rows of an optimizer step, from 1."""
@@ -82,16 +123,10 @@ class Batches:
         return Batch(
             places,
             trained_tokens=int(self.trained_tokens[taken].sum()),
-            tokens=int(self.lengths[taken].sum()),
+            tokens=int(self.tokens[taken].sum()),
             total_tokens=positions_in(places, self.lengths, **how),
             sources=lambda: sources_of(map(self.documents, taken)),
         )
-
-    def documents(self, place: int) -> list[Row]:
-        """The documents of a row of the input; none for ``EMPTY``."""
-        if place == EMPTY:
-            return []
-        return [self.rows[place]] if self.packs is None else [self.rows[int(i)] for i in self.packs[place]]
 
     def heaviest(self) -> list[list[Row]]:
         """Documents of the micro-batch with the most positions of the whole run."""
@@ -103,7 +138,7 @@ class Batches:
     @property
     def fingerprint(self) -> str:
         """Hash of tokens and masks, in order, and of how they are packed."""
-        return self.rows.fingerprint if self.packs is None else key_of([self.rows.fingerprint, self.max_length])
+        return key_of([self.rows.fingerprint, self.max_length]) if self.packing else self.rows.fingerprint
 
     @property
     def mean_document_tokens(self) -> float:
@@ -127,7 +162,7 @@ class Batches:
     def describe(self) -> list[str]:
         """Lines for the run's output."""
         lines = [describe(self.rows, "training")]
-        if self.packs is not None:
+        if self.packing and self.packs is not None:
             full = efficiency(self.rows.lengths, self.packs, self.max_length)
             lines.append(f"packed into {len(self.packs):,} rows of {self.max_length:,} tokens, {full:.1%} full")
         return lines
@@ -153,8 +188,8 @@ def collate(
     """One micro-batch on its device: the tokens to predict, and the model's keyword arguments.
 
     Flat: one row of all documents without padding, with their bounds, which ``finetune.models.attention`` respects.
-    Padded: on the right to the longest row, without an attention mask: with causal attention nothing looks at what
-    stands to its right, and no loss is taken at padded positions; so attention keeps its fastest path.
+    Padded: each document a line, on the right to the longest, without an attention mask: with causal attention nothing
+    looks at what stands to its right, and no loss is taken at padded positions; so attention keeps its fastest path.
 
     Args:
         places: the documents of each row of the input. A row without documents becomes one of a single token that is
@@ -162,12 +197,11 @@ def collate(
 
     Returns:
         ``next_tokens`` (labels, shifted already; ``IGNORED`` where nothing is trained) and ``input_ids``, each of
-        shape (rows, positions) and int64; flat, of shape (1, positions), and with the bounds of the documents.
+        shape (documents, positions) and int64; flat, of shape (1, positions), and with the bounds of the documents.
     """
     empty = Row(np.zeros(1, np.int32), [], "")
-    lines = [list(documents) or [empty] for documents in places]
-    if flat:
-        lines = [[document for documents in lines for document in documents]]
+    every = [document for documents in places for document in (documents or [empty])]
+    lines = [every] if flat else [[document] for document in every]
     positions = max(sum(len(row.tokens) for row in documents) for documents in lines)
     input_ids = torch.zeros(len(lines), positions, dtype=torch.int64)
     next_tokens = torch.full_like(input_ids, IGNORED)

@@ -42,6 +42,11 @@ class Packs:
         ends = np.concatenate([[0], np.cumsum(lengths[self.documents], dtype=np.int64)])[self.bounds]
         return np.diff(ends)
 
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Positions of each pack whose documents are padded to its longest, of shape (packs,) and int64."""
+        found: np.ndarray = np.maximum.reduceat(lengths[self.documents], self.bounds[:-1]) * np.diff(self.bounds)
+        return found
+
 
 def pack(lengths: np.ndarray, capacity: int) -> Packs:
     """Best-fit-decreasing; the same lengths give the same packs, and equal lengths keep the order of their indices.

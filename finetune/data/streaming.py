@@ -41,6 +41,8 @@ class Stream:
         InputError: if there is no row to train on.
     """
 
+    paired = False
+
     def __init__(
         self,
         entries: Sequence[Source],

@@ -40,15 +40,24 @@ def join(
 
 
 def fingerprints(
-    cfg: sections.Run, tokenizer: PreTrainedTokenizerBase, batches: Batches | Stream, held_out: Rows | None
+    cfg: sections.Run,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Batches | Stream,
+    held_out: Rows | None,
+    *,
+    needs_base: bool,
 ) -> dict[str, str | None]:
-    """Of what is read: another run is known by them, and a process that reads something else."""
-    model, adapted = cfg.model, cfg.adapter.type != "none"
+    """Of what is read: another run is known by them, and a process that reads something else.
+
+    Args:
+        needs_base: a checkpoint is of no use without the weights that the run began with.
+    """
+    model = cfg.model
     return {
         "train": batches.fingerprint,
         "eval": held_out.fingerprint if held_out else None,
         "tokenizer": key_of(identity_of(tokenizer)),
-        "base": loading.identity(model.path, revision=model.revision, weights=adapted and not model.random_weights),
+        "base": loading.identity(model.path, revision=model.revision, weights=needs_base and not model.random_weights),
     }
 
 

@@ -86,7 +86,8 @@ class Screen:
         step = metrics["step"]
         self.seconds, self.steps = self.seconds + metrics["step_seconds"], self.steps + 1
         loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        figures = f"loss {loss}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        accuracy = f"  accuracy {metrics['accuracy']:.0%}" if "accuracy" in metrics else ""
+        figures = f"loss {loss}{accuracy}  {metrics['tokens_per_second']:,.0f} tokens/s"
         self.bar.update(self.task, completed=step, figures=figures)
         if self.bar.disable and (step % self.every == 0 or step == self.total_steps):
             left = self.seconds / self.steps * (self.total_steps - step)
@@ -99,7 +100,8 @@ class Screen:
                 f"step {step}: the {metrics['not_finite']} is not finite, so the step was skipped; its rows: {named}"
             )
         if "eval_loss" in metrics:
-            self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
+            held_out = f", accuracy {metrics['eval_accuracy']:.0%}" if "eval_accuracy" in metrics else ""
+            self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}{held_out}")
 
     def answers(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
         """Show what the model answered before and after training, by question."""

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import sections
 from finetune.data import batches as data_batches
-from finetune.data.batches import Batch, Batches, describe_batch
+from finetune.data.batches import Batch, Batches, Inputs, describe_batch
 from finetune.data.rows import Rows
 from finetune.data.sampler import micro_batches
 from finetune.data.streaming import Stream
@@ -42,6 +43,7 @@ from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.run import model_setup, opening, result
+from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
 from finetune.run.preflight import folder_problems, weight_files
 from finetune.run.resumption import Resumption
@@ -50,7 +52,7 @@ from finetune.run.sizes import advice_on_memory, plan_of
 from finetune.seeds import seed_of
 from finetune.start_up import is_first_process
 from finetune.training import evaluation
-from finetune.training.loss import LossSum
+from finetune.training.loss import LossSum, Objective
 from finetune.training.memory_check import check_memory
 from finetune.training.meter import Meter
 
@@ -66,24 +68,27 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         batches: Batches | Stream,
         held_out: Rows | None,
-        loss_sum: LossSum,
+        objective: LossSum | Objective,
         *,
         collate: Callable[..., Any] | None = None,
     ) -> None:
         """Writes nothing, and joins no other process.
 
         Args:
-            loss_sum: what is learnt; also held out, and in the memory check.
+            objective: what is learnt; also held out, and in the memory check.
             collate: makes a micro-batch of the documents of each of its rows, on a device; None for batches.collate.
 
         Raises:
             InputError: if eval asks for answers that no held-out row has.
         """
         self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
-        self.batches, self.held_out, self.loss_sum = batches, held_out, loss_sum
+        self.batches, self.held_out = batches, held_out
+        self.examined = Inputs(held_out, flat=batches.flat, paired=batches.paired) if held_out else None
+        self.objective = objective if isinstance(objective, Objective) else Objective(objective)
         self.collate = partial(collate or data_batches.collate, flat=batches.flat)
         self.folder = Path(cfg.train.output_dir)
-        self.asked = evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
+        answered = held_out.choose(np.arange(0, len(held_out), 2)) if held_out and batches.paired else held_out
+        self.asked = evaluation.questions(cfg.eval.prompts, answered, tokenizer, compared=cfg.eval.exact_match)
         self.progress = Progress()
 
     def __enter__(self) -> "Session":
@@ -98,7 +103,9 @@ class Session:
             if is_first_process():  # one run at a time works in a folder
                 stack.enter_context(checkpoint.hold(self.folder))
                 refuse_if_any(folder_problems(self.cfg))  # what it held may have changed while it was waited for
-            fingerprints = opening.fingerprints(self.cfg, self.tokenizer, self.batches, self.held_out)
+            needs_base = self.cfg.adapter.type != "none" or self.objective.remembers_beginning
+            read = self.cfg, self.tokenizer, self.batches, self.held_out
+            fingerprints = opening.fingerprints(*read, needs_base=needs_base)
             self.offload_folder = self.folder / "nvme_offload"
             self.accelerator = opening.join(self.cfg, self.launch, self.spec, planned.sizes, self.offload_folder)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps
@@ -155,10 +162,11 @@ class Session:
         return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.train)
 
     def prepare(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        """Model and optimizer as the strategy wraps and shards them, which is proven.
+        """Model and optimizer as the strategy wraps and shards them, which is proven. Tries the heaviest micro-batch.
 
         Raises:
             RuntimeError: if the strategy that was asked for is not the one that is active.
+            InputError: if the heaviest micro-batch does not fit.
         """
         self.model, self.optimizer = distributed.prepare(
             self.accelerator, self.launch, model, optimizer, weights=self.cfg.train.weights
@@ -167,17 +175,21 @@ class Session:
         self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})
         trained = sum(map(math.prod, self.trained_shapes.values()))
         self.screen.say(f"{trained:,} trained weights; {sharding.describe()}")
+        self._check_memory()
         return self.model, self.optimizer
 
     def begin(self) -> None:
-        """Check the memory with the heaviest micro-batch; then begin the run, or bring it to where it stood.
+        """Begin the run, or bring it to where it stood.
 
-        All that can be refused has been by then: an earlier run in the folder is replaced now, or resumed.
-
-        Raises:
-            InputError: if the heaviest micro-batch does not fit.
+        All that can be refused has been by now: an earlier run in the folder is replaced, or resumed.
         """
-        self._check_memory()
+        self.objective.figures()  # of the heaviest micro-batch
+        self.examination = Examination(
+            *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate),
+            micro_batch_size=self.batches.micro_batch_size,
+            asked=self.asked,
+            max_new_tokens=self.cfg.eval.max_new_tokens,
+        )
         # what looks out for lost processes is closed first of all, and without an error waits for the others
         self._training = self._open.enter_context(ExitStack())
         self.interruption = self._training.enter_context(distributed.Interruption(self.launch))
@@ -201,10 +213,10 @@ class Session:
         if self.resumption:
             self._make_up_for_evaluation(self.resumption)
         else:
-            eval_loss = self._evaluate() if self.held_out else None
+            eval_loss = self.examination.figures().get("eval_loss")
             if eval_loss is not None:
                 self.screen.say(f"held-out loss before training: {eval_loss:.4f}")
-            self.progress = replace(self.progress, eval_loss=eval_loss, answers=self._answers())
+            self.progress = replace(self.progress, eval_loss=eval_loss, answers=self.examination.answers())
         self.interruption.take_signals()
         self.model.train()
         self.finished: list[dict[str, Any]] = []
@@ -225,7 +237,7 @@ class Session:
             self.accelerator,
             self.model,
             self.optimizer,
-            self.loss_sum,
+            self.objective.loss_sum,
             lambda: self.collate(heaviest, self.accelerator.device),
             optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer),
             what=describe_batch(heaviest),
@@ -237,7 +249,7 @@ class Session:
         step, metrics = self.progress.step, resumption.known_metrics(self.progress)
         is_lacking = "eval_loss" not in metrics and (resumption.is_same_run or step == self.batches.steps)
         if self.held_out and is_lacking and self._evaluates_after(step):
-            metrics["eval_loss"] = self._evaluate()
+            metrics |= self.examination.figures()
             self.screen.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
             self.logbook.complete(step, metrics)
         self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
@@ -276,6 +288,8 @@ class Session:
             step=step,
             rows=batch.sources,
             losses=torch.stack(losses),
+            figures=self.objective.figures(),
+            divide_by=self.objective.count(rows=batch.rows, tokens=batch.trained_tokens),
             tokens=batch.trained_tokens,
             row_tokens=batch.tokens,
             total_tokens=batch.total_tokens,
@@ -294,7 +308,7 @@ class Session:
         if saves:  # before the evaluation, which may take long, and which a run that resumes makes up for
             finished[-1]["save_stall_seconds"] = self._save(step, finished)
         if evaluates:
-            finished[-1]["eval_loss"] = self._evaluate()
+            finished[-1] |= self.examination.figures()
             self.meter.restart_clock()
         self.logbook.write(finished)
         self.finished = finished
@@ -329,22 +343,6 @@ class Session:
     def _evaluates_after(self, step: int) -> bool:
         return step == self.batches.steps or is_due(step, self.cfg.eval.every)
 
-    def _evaluate(self) -> float:
-        assert self.held_out
-        return evaluation.evaluate(
-            self.accelerator,
-            self.model,
-            self.loss_sum,
-            self.held_out,
-            micro_batch_size=self.batches.micro_batch_size,
-            flat=self.batches.flat,
-            collate=self.collate,
-        )
-
-    def _answers(self) -> dict[str, str]:
-        most = self.cfg.eval.max_new_tokens
-        return evaluation.answers(self.accelerator, self.model, self.tokenizer, self.asked, most)
-
     def _last_checkpoint(self) -> str:
         """Where the run can be resumed, in a clause, when it is about to end."""
         self.saver.finish()
@@ -369,7 +367,7 @@ class Session:
         measured = self.meter.measured()
         if not self.finished and self.progress.measured:  # resumed after its last step
             measured = self.progress.measured
-        answers = self._answers()
+        answers = self.examination.answers()
         self.record = result.completed(
             self.record,
             self.progress,

@@ -125,7 +125,7 @@ def _plan(
         replace(setting, strategy=launch.name),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
-        mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens,
+        mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens * (1 + batches.paired),
         mean_document_tokens=batches.mean_document_tokens,
         attended_tokens=batches.attended_tokens,
         **left_open,

@@ -8,11 +8,12 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.batches import Inputs
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
 from finetune.errors import InputError
 from finetune.models import loading as models
-from finetune.training.loss import LossSum
+from finetune.training.loss import Objective
 
 TOKENS_AT_ONCE = 2048
 """Of questions that are answered together, with their answers: 1 GiB in the cache of Llama 2 7B."""
@@ -39,22 +40,18 @@ class Question:
 def evaluate(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    loss_sum: LossSum,
-    held_out: Rows,
+    objective: Objective,
+    held_out: Inputs,
     *,
     micro_batch_size: int,
-    flat: bool,
     collate: Callable,
-) -> float:
-    """Loss per trained token over the held-out rows, in nats.
-
-    Args:
-        flat: whether the rows of a micro-batch lie end to end, without padding.
-    """
+) -> dict[str, float]:
+    """The mean loss over the held-out rows, in nats, as ``eval_loss``; and ``eval_...`` for each figure of the loss."""
     model.eval()
+    objective.figures()  # of what was before
     at_once = micro_batch_size * accelerator.num_processes
     order = [*range(len(held_out)), *[EMPTY] * (-len(held_out) % at_once)]
-    order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=flat)
+    order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=held_out.flat)
     total = torch.zeros((), device=accelerator.device)
     for places in micro_batches(
         order,
@@ -62,9 +59,12 @@ def evaluate(
         world_size=accelerator.num_processes,
         micro_batch_size=micro_batch_size,
     ):
-        total += loss_sum(model, collate([[held_out[i]] if i != EMPTY else [] for i in places], accelerator.device))
+        total += objective.loss_sum(model, collate(list(map(held_out.documents, places)), accelerator.device))
     model.train()
-    return accelerator.reduce(total, "sum").item() / int(held_out.trained_tokens.sum())
+    sums = {"loss": total} | objective.figures()
+    count = objective.count(rows=len(held_out), tokens=int(held_out.trained_tokens.sum()))
+    everyone = accelerator.reduce(torch.stack([each.float() for each in sums.values()]), "sum").tolist()
+    return {f"eval_{name}": each / count for name, each in zip(sums, everyone)}
 
 
 def answers(

@@ -27,9 +27,31 @@ from finetune.units import MIB, largest_part
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 """What a recipe learns: a model and a micro-batch to the sum of the loss over its trained tokens, a scalar."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a recipe learns, and what the mean is of that a step divides its sum into."""
+
+    loss_sum: LossSum
+    per_row: bool = False
+    """The loss is a mean over rows of the input, else over trained tokens."""
+    figures: Callable[[], dict[str, torch.Tensor]] = dict
+    """Other sums over this process's part of what ``loss_sum`` was called for since they were last asked for, scalars
+    by their names. Their means are in the metrics."""
+    remembers_beginning: bool = False
+    """The weights that training begins with are compared with all along: a run is resumed with no others."""
+
+    def count(self, *, rows: int, tokens: int) -> int:
+        """What of a step or of held-out data the loss is divided by."""
+        return rows if self.per_row else tokens
+
+
 SCORES_BYTES = 512 * MIB
 """Of the scores that exist at a time, in fp32, beside a head that is frozen."""
 Call = Callable[..., Any]
+SumOf = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Hidden states of some positions, and which these are, to their losses."""
 FP16_SCALE = 8.0
 """By which gradients are made larger while they are fp16, which knows no number below 6e-8 but 0. The loss scale comes
 later, and divided by the tokens of the step: 65,536 over 8,192 tokens is 8."""
@@ -39,12 +61,16 @@ later, and divided by the tokens of the step: 65,536 over 8,192 tokens is 8."""
 class LossOfScores:
     """What a forward pass is to return in the place of scores."""
 
-    sum_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    losses_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Scores, of shape (1, N, vocabulary), and the targets of their positions, (1, N), to the sum of their losses, a
-    scalar. It is called for some of the positions at a time."""
+    scalar; where there is ``of_all``, to the loss of each, of shape (N,). It is called for some of the positions at a
+    time."""
     positions_N: torch.Tensor
     """Of the micro-batch, its rows end to end; at least one."""
     targets_N: torch.Tensor
+    of_all: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The losses of all positions, (N,), to what is returned: of a loss that is not their sum. Scores are made twice
+    then: for the losses, and for their gradients, once it is known how much each counts."""
 
 
 def next_token_loss_sum(model: torch.nn.Module, micro_batch: tuple[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
@@ -124,10 +150,12 @@ def take_losses(model: PreTrainedModel) -> None:
 
 
 def head_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The output head; where an adapter trains it whole, the copy that learns."""
+    """The output head; where an adapter trains it whole, the copy that learns, unless the adapter is off."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)  # of PEFT's wrapper
-    found: torch.nn.Module = head if copies is None else copies[head.active_adapters[0]]
+    if copies is None:
+        return head
+    found: torch.nn.Module = head.original_module if head.disable_adapters else copies[head.active_adapters[0]]
     return found
 
 
@@ -177,22 +205,50 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
     # by modules in it, each of which ZeRO-3 gathers by itself
     is_adapted = any(each.requires_grad for child in head.children() for each in child.parameters())
 
-    def sum_of(hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    def losses_of(hidden_ND: torch.Tensor, part: slice) -> torch.Tensor:
         given = kind(last_hidden_state=hidden_ND[None])
         seen = _seen_as(model, dict.fromkeys(bases, lambda *args, **kwargs: given) | {known: plain})
-        return wanted.sum_of(own(seen, *args, **inputs).logits, targets_N[None])
+        return wanted.losses_of(own(seen, *args, **inputs).logits, wanted.targets_N[part][None])
 
     def summed(hidden_ND: torch.Tensor) -> torch.Tensor:
         trained = [each for each in head.parameters() if each.requires_grad and torch.is_grad_enabled()]
-        every = parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained))
+        every = list(parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained)))
         has_gradients = torch.is_grad_enabled() and (bool(trained) or hidden_ND.requires_grad)
+        sum_of: SumOf = losses_of
+        if wanted.of_all is not None:
+            total, weights_N, scale = _counted(wanted.of_all, losses_of, hidden_ND, every)
+            if not has_gradients:
+                return total
+            sum_of = partial(_weighted, losses_of, weights_N)
         if has_gradients and not is_adapted:
-            found: torch.Tensor = _Summed.apply(sum_of, every, wanted.targets_N, hidden_ND, *trained)
-            return found
-        of_part = partial(checkpoint, sum_of, use_reentrant=False) if has_gradients else sum_of
-        return torch.stack([of_part(hidden_ND[part], wanted.targets_N[part]) for part in every]).sum()
+            found: torch.Tensor = _Summed.apply(sum_of, every, hidden_ND, *trained)
+        else:
+            of_part = partial(checkpoint, sum_of, use_reentrant=False) if has_gradients else sum_of
+            found = torch.stack([of_part(hidden_ND[part], part) for part in every]).sum()
+        return found if wanted.of_all is None else total + scale * (found - found.detach())
 
     return _within(head, summed, hidden_ND)
+
+
+def _counted(
+    of_all: Callable[[torch.Tensor], torch.Tensor], losses_of: SumOf, hidden_ND: torch.Tensor, every: list[slice]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A function of the losses of all positions, and how much each loss counts in it: its derivative, as numbers up to
+    1 and what they are multiplied by, so that none is too small or too large for gradients in fp16."""
+    is_needed = torch.is_grad_enabled()
+    # the random numbers are left to whoever makes the scores once more
+    with torch.no_grad(), torch.random.fork_rng([hidden_ND.device] if hidden_ND.is_cuda else []):
+        losses_N = torch.cat([losses_of(hidden_ND[part], part) for part in every])
+    with torch.set_grad_enabled(is_needed):
+        losses_N.requires_grad_(is_needed)
+        total = of_all(losses_N)
+    weights_N = torch.autograd.grad(total, losses_N)[0] if is_needed else losses_N
+    largest = weights_N.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return total.detach(), weights_N / largest, largest
+
+
+def _weighted(losses_of: SumOf, weights_N: torch.Tensor, hidden_ND: torch.Tensor, part: slice) -> torch.Tensor:
+    return (losses_of(hidden_ND, part) * weights_N[part]).sum()
 
 
 def _within(module: torch.nn.Module, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -218,9 +274,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sum_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        every: Iterator[slice],
-        targets_N: torch.Tensor,
+        sum_of: SumOf,
+        every: Iterable[slice],
         hidden_ND: torch.Tensor,
         *trained: torch.Tensor,
     ) -> torch.Tensor:
@@ -233,7 +288,7 @@ class _Summed(torch.autograd.Function):
         for part in every:
             with torch.enable_grad():
                 piece = hidden_ND[part].detach().requires_grad_(of_hidden is not None)
-                loss = sum_of(piece, targets_N[part])
+                loss = sum_of(piece, part)
                 wanted = ([piece] if of_hidden is not None else []) + list(trained)
                 found = list(torch.autograd.grad(loss * ctx.scale, wanted, materialize_grads=True))
             total += loss.detach()
@@ -253,7 +308,7 @@ class _Summed(torch.autograd.Function):
         ctx.gradients = None  # they are changed in place: a second backward pass fails
         factor = of_sum / ctx.scale
         return (
-            *(None, None, None),
+            *(None, None),
             None if of_hidden is None else of_hidden.mul_(factor),
             *(each.mul_(factor) for each in of_trained),
         )

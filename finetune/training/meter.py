@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class Meter:
         step: int,
         rows: Callable[[], list[str]],
         losses: torch.Tensor,
+        figures: Mapping[str, torch.Tensor],
+        divide_by: int,
         tokens: int,
         row_tokens: int,
         total_tokens: int,
@@ -74,7 +76,9 @@ class Meter:
 
         Args:
             rows: tells ``file:line`` of each row of the step, all processes; asked only if the run stops.
-            losses: sum of the token losses of each of this process's micro-batches, on its device.
+            losses: sum of the losses of each of this process's micro-batches, on its device.
+            figures: other sums over them, by their names.
+            divide_by: what the mean loss and figures of the step are of: its trained tokens, for example.
             tokens: trained tokens of the step, all processes.
             row_tokens: tokens of the rows, trained or not; the useful work that ``mfu`` is of.
             total_tokens: positions that the step processed, all processes, padding included.
@@ -96,6 +100,8 @@ class Meter:
         known = {
             "step": step,
             "rows": rows,
+            "figures": list(figures),
+            "divide_by": divide_by,
             "tokens": tokens,
             "row_tokens": row_tokens,
             "total_tokens": total_tokens,
@@ -105,7 +111,8 @@ class Meter:
         }
         device = self.accelerator.device
         memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-        rest = [torch.as_tensor(figure, device=device).float().reshape(1) for figure in (grad_norm, memory)]
+        others = (*figures.values(), grad_norm, memory)
+        rest = [torch.as_tensor(figure, device=device).float().reshape(1) for figure in others]
         mine = torch.cat([losses.float(), *rest])
         finished = self.flush()
         self.unread.append((known, self.accelerator.gather(mine[None])))
@@ -118,15 +125,16 @@ class Meter:
         return finished
 
     def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
-        figures = gathered.double()  # processes x (micro-batches, gradient norm, memory)
-        losses, grad_norm, peak_memory_gib = figures[:, :-2], figures[0, -2].item(), figures[:, -1].max().item()
+        numbers = gathered.double()  # processes x (micro-batches, figures, gradient norm, memory)
+        grad_norm, peak_memory_gib = numbers[0, -2].item(), numbers[:, -1].max().item()
+        losses, figures = numbers[:, :-2].tensor_split([numbers.shape[1] - 2 - len(known["figures"])], dim=1)
         bad = self._count_if_bad(known, losses, grad_norm)
         self.counters["left_out_steps"] += bool(bad) or known["skipped"]
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         metrics = {
             "step": known["step"],
-            "loss": None if bad else losses.sum().item() / known["tokens"],
+            "loss": None if bad else losses.sum().item() / known["divide_by"],
             "tokens": known["tokens"],
             "total_tokens": known["total_tokens"],
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
@@ -142,7 +150,8 @@ class Meter:
             metrics["peak_memory_gib"] = self.peak_memory_gib = peak_memory_gib
         if self.accelerator.mixed_precision == "fp16":
             metrics["skipped_steps"] = known["skipped_steps"]
-        return metrics | bad
+        means = (figures.sum(0) / known["divide_by"]).tolist()
+        return metrics | (bad or dict(zip(known["figures"], means, strict=True)))
 
     def _count_if_bad(self, known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> dict[str, Any]:
         """What to report of a step that was left out for its figures; empty for a good one.
