@@ -25,6 +25,7 @@ from benchmarks import (
     compatibility_table,
     configuration_tables,
     data_preparation,
+    dpo_reference,
     kills,
     parity_table,
     plan_example,
@@ -35,6 +36,7 @@ from benchmarks import (
 )
 
 ROOT = Path(__file__).parent.parent
+OWN_RECIPE = ROOT / "tests" / "distillation.py"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def recorded(path: Path) -> Any:
 
 
 PARTS = {
+    "own recipe": Part("docs/your_own_recipe.md", lambda: f"```python\n{OWN_RECIPE.read_text(encoding='utf-8')}```"),
     "recipe configurations": Part("README.md", configuration_tables.recipe_table),
     "strategy files": Part("README.md", configuration_tables.strategy_table),
     "plan example": Part("docs/planner.md", plan_example.example),
@@ -62,6 +65,7 @@ PARTS = {
     "resume table": Part("docs/checkpoints.md", lambda: resume_table.table(recorded(resume_table.RESULTS))),
     "kills table": Part("docs/checkpoints.md", lambda: kills.table(recorded(kills.RESULTS)["runs"])),
     "TRL table": Part("docs/comparisons.md", lambda: trl_reference.table(recorded(trl_reference.RESULTS))),
+    "DPO table": Part("docs/comparisons.md", lambda: dpo_reference.table(recorded(dpo_reference.RESULTS))),
     "step table": Part("docs/comparisons.md", lambda: step_report.markdown(step_report.recorded())),
     "data speed table": Part(
         "docs/comparisons.md", lambda: data_preparation.speed_table(recorded(data_preparation.RESULTS)["speed"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preferences
 import pytest
 import tiny
 import yaml
@@ -106,7 +107,7 @@ def report_of(path: Path, **changes: Any) -> tuple[Report, Rows]:
     """A report on the rows of one file, and these rows."""
     rows = read_rows([Source(str(path))], TOKENIZER, Settings(max_length=128))
     form = {"max_length": 128, "packing": False, "flat": False, "skips_bad_rows": False, "problems": []}
-    form |= {"tokens_per_second": None, "speed_from": None}
+    form |= {"paired": False, "tokens_per_second": None, "speed_from": None}
     form |= {"global_batch_size": 4, "micro_batch_size": 2, "epochs": 1.0, "steps": None, "seed": 0}
     form |= {"train_sources": [Source(str(path))], "held_out_sources": [], "shown_rows": 0, "shown_left_out": 0}
     return figures.report(rows, None, TOKENIZER, **form | changes), rows
@@ -128,6 +129,33 @@ def printed(report: Report, *, width: int = 80, colour: bool = False) -> str:
 def shown_part(output: str) -> str:
     """The output from the first shown row to the rows that are left out."""
     return output[output.index("rows.jsonl:1") : output.index("Unused rows")]
+
+
+class TestPairs:
+    def test_both_sides_of_a_pair_are_shown_and_a_row_is_two_answers(
+        self, tmp_path: Path, configure: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    ):
+        path = preferences.write_pairs(tmp_path / "pairs.jsonl", 9)
+        arguments = [*configure(str(path)), "--dpo.loss", "ipo"]
+        result = as_json(arguments, capsys)
+        assert [row["side"] for row in result["examples"]] == ["chosen", "rejected"] * 3
+        assert result["packed"] is None
+        assert result["unpacked"]["rows_per_epoch"] == 9
+        assert result["unpacked"]["steps"] == 3
+        assert commands.main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert "18 from 9 records: chosen and rejected answers" in shown
+        assert "3 pairs, from the shortest to the longest" in shown
+        assert re.search(r"pairs\.jsonl:\d, rejected: \d+ tokens, \d+ trained", shown)
+        assert max(map(len, shown.splitlines())) <= 80
+
+    def test_what_the_recipe_would_refuse_is_refused(
+        self, tmp_path: Path, configure: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    ):
+        path = preferences.write_pairs(tmp_path / "pairs.jsonl", 9)
+        arguments = [*configure(str(path), data__packing=True), "--dpo.loss", "ipo"]
+        assert commands.main(arguments) == 2
+        assert "data.packing: the answers of a micro-batch lie end to end as they are" in capsys.readouterr().err
 
 
 class TestFigures:

@@ -19,7 +19,16 @@ from rich.cells import cell_len
 from test_attention import MODELS
 from test_layout import ROOMS
 
-from benchmarks import checkpoint_speed, data_preparation, kills, parity_table, pictures, resume_table, trl_reference
+from benchmarks import (
+    checkpoint_speed,
+    data_preparation,
+    dpo_reference,
+    kills,
+    parity_table,
+    pictures,
+    resume_table,
+    trl_reference,
+)
 from benchmarks.tables import PARTS, recorded, with_part
 from finetune.cli import commands
 from finetune.config import sections
@@ -365,6 +374,17 @@ def test_comparison_with_trl_keeps_its_bounds():
         ("trl", "recipe"),
         ("trl_4_bits", "recipe_4_bits"),
     }
+
+
+def test_comparison_of_preferences_with_trl_keeps_its_bound_under_the_stated_conditions():
+    measured, page = recorded(dpo_reference.RESULTS), text_of("docs/comparisons.md")
+    assert measured["losses"].keys() == dpo_reference.LOSSES.keys()
+    for found in measured["losses"].values():
+        assert len(found["recipe"]) == len(found["trl"]) == 20
+        assert found["largest_difference"]["loss"] <= dpo_reference.BOUND
+    setup = measured["setup"]
+    stated = f"{setup['steps']} steps of {setup['global_batch_size']} of the demo's pairs, LoRA of rank {setup['rank']}"
+    assert f"{setup['model']}, {stated}" in page
 
 
 def test_conditions_of_the_comparison_with_trl_are_the_recorded_ones():

@@ -4,6 +4,7 @@ import ast
 import re
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,8 @@ from parity import LAUNCHES
 
 from finetune.config.command_line import parse
 from finetune.config.compatibility import Cell, refusal
-from recipes.sft import Config
+from finetune.config.recipe_classes import PairedRun, class_of
+from recipes import dpo, sft
 
 ROOT = Path(__file__).parent.parent
 STRATEGIES = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
@@ -23,9 +25,9 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 def test_there_are_files_to_check():
     assert len(STRATEGIES) == 10
-    assert len(CONFIGS) == 12
+    assert len(CONFIGS) == 15
     assert len(LIBRARY) >= 30
-    assert len(RECIPES) == 1
+    assert len(RECIPES) == 2
 
 
 def test_every_strategy_file_is_trained_by_the_parity_tests():
@@ -50,9 +52,15 @@ def test_strategy_file_says_what_the_launcher_stops_without(path: Path):
     assert ("pip install deepspeed" in comments) == path.stem.startswith("zero")
 
 
+def read(path: Path) -> Any:
+    """A configuration, by the recipe that it is for."""
+    arguments = ["--config", str(path), "--model.path", "some/model"]
+    return parse(dpo.Config if class_of(arguments) is PairedRun else sft.Config, arguments)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_recipe_configuration_parses_and_its_data_files_exist(path: Path):
-    config = parse(Config, ["--config", str(path), "--model.path", "some/model"])
+    config = read(path)
     for file in (config.data.train, config.data.eval):
         assert isinstance(file, str)
         assert (ROOT / file).is_file()
@@ -60,7 +68,7 @@ def test_recipe_configuration_parses_and_its_data_files_exist(path: Path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_recipe_configuration_is_not_refused_under_the_strategy_that_it_names(path: Path):
-    config = parse(Config, ["--config", str(path), "--model.path", "some/model"])
+    config = read(path)
     named = re.findall(r"accelerate_configs/(\w+)\.yaml", path.read_text()) or ["single", "fsdp2"]
     bits = None if config.quantization.bits == "none" else config.quantization.bits
     for strategy in named:

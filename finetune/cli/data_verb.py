@@ -17,6 +17,7 @@ from finetune.cli.data_report.report_tables import print_report
 from finetune.cli.data_report.wording import verdict
 from finetune.config import sections
 from finetune.config.command_line import parse
+from finetune.config.recipe_classes import PairedRun, class_of
 from finetune.config.refusals import batch_problems
 from finetune.data import dataset
 from finetune.data.rows import Rows
@@ -24,6 +25,7 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.models.spec import ModelSpec
 from finetune.run.inputs import load_tokenizer, settings_of
+from finetune.run.pairs import pair_problems
 from finetune.run.preflight import configuration_problems, model_problems, row_problems
 from finetune.run.screen import Preparing
 from finetune.training import evaluation
@@ -50,7 +52,7 @@ def show(
     refuse_if_any(_problems(rows, html is not None and as_json, tokens_per_second))
     models.quiet()
     result = _report(
-        parse(sections.Run, arguments),
+        parse(class_of(arguments), arguments),
         shown_rows=rows if rows is not None else ROWS if html is None else ROWS_OF_PAGE,
         shown_left_out=LEFT_OUT if html is None and not as_json else None,
         tokens_per_second=tokens_per_second,
@@ -95,13 +97,14 @@ def _report(
     train_sources = dataset.named_sources(cfg.data.train)
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
-    refuse_if_any(configuration_problems(cfg))
+    refuse_if_any(configuration_problems(cfg) + (pair_problems(cfg, cfg.dpo) if isinstance(cfg, PairedRun) else []))
     launch = distributed.Strategy.from_environment()
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
     dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
-    settings = settings_of(cfg.data, tokenizer, spec)
+    paired = isinstance(cfg, PairedRun)
+    settings = settings_of(cfg.data, tokenizer, spec, paired=paired)
     with Preparing(shown=shows_progress) as tell:
         # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
@@ -115,6 +118,7 @@ def _report(
         held_out_sources=held_out_sources,
         max_length=cfg.data.max_length,
         packing=cfg.data.packing,
+        paired=paired,
         flat=spec.flat,
         global_batch_size=cfg.train.global_batch_size,
         micro_batch_size=None if cfg.train.micro_batch_size == "auto" else cfg.train.micro_batch_size,

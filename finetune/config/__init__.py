@@ -1,5 +1,6 @@
 """The configuration: its keys, its parser and its rules. PyTorch is not imported.
 
 ``sections`` (every key, its type and its meaning), ``command_line`` (YAML and flags to sections), ``compatibility``
-(which strategy goes with which quantisation, adapter and optimizer), ``refusals`` (what else cannot be asked for).
+(which strategy goes with which quantisation, adapter and optimizer), ``refusals`` (what else cannot be asked for),
+``dpo_section`` (the keys of one recipe), ``recipe_classes`` (which recipe a configuration is for).
 """

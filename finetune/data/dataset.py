@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding import Settings
+from finetune.data.formats import PREFERENCE
 from finetune.data.rows import SHOWN, Rows, prepare
 from finetune.data.sources import Source
 from finetune.errors import InputError
@@ -156,7 +157,10 @@ def describe(rows: Rows, purpose: str) -> str:
     summary = rows.summary
     formats = ", ".join(summary["formats"])
     trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
-    text = f"{len(rows):,} {purpose} rows ({formats}), {tokens:,} tokens, {trained:,} of them trained"
+    what = (
+        f"{len(rows) // 2:,} {purpose} pairs" if PREFERENCE in summary["formats"] else f"{len(rows):,} {purpose} rows"
+    )
+    text = f"{what} ({formats}), {tokens:,} tokens, {trained:,} of them trained"
     whose = "" if rows.chosen is None else " of all"
     if summary["truncated"]:
         count = summary["truncated"]

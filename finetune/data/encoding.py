@@ -55,6 +55,8 @@ class Settings:
     """error refuses a conversation of which the chat template leaves something out; warn counts it."""
     turn_ends: tuple[str, ...] = ()
     """Tokens at which generation stops, beside the tokenizer's own."""
+    paired: bool = False
+    """Each record has a chosen answer and a rejected one, which become two rows, one behind the other."""
 
 
 class TooLong(BadRow):
@@ -79,6 +81,8 @@ class Row:
     """Tokens before the row was cut at ``max_length``."""
     dropped: tuple[str, ...] = ()
     """What the chat template leaves out of the conversation."""
+    reference: float = 0.0
+    """Log-probability of its trained tokens by the model that the trained one is compared with, where it is known."""
 
     @property
     def trained(self) -> list[bool]:
@@ -177,11 +181,9 @@ class Encoder:
             rows = results[i]
             if isinstance(rows, BadRow):
                 continue
+            is_plain = example.messages is None
             try:
-                is_plain = example.messages is None
-                rows += (
-                    self._plain_rows(source, example, text, tokens) if is_plain else [self._row(source, text, tokens)]
-                )
+                rows += self._plain_rows(source, example, text, tokens) if is_plain else self._row(source, text, tokens)
             except BadRow as reason:
                 results[i] = reason
         return results
@@ -197,9 +199,8 @@ class Encoder:
         if chats:
             words = [texts[i][0].text for i in chats]
             batch = self.tokenizer.encode_batch_fast(words, add_special_tokens=False)
-            encoded |= {
-                i: _Tokens(found.ids, partial(self._offsets_of, text)) for i, found, text in zip(chats, batch, words)
-            }
+            offsets = [partial(self._offsets_of, text) for text in words]
+            encoded |= {i: _Tokens(found.ids, find) for i, found, find in zip(chats, batch, offsets)}
         return [encoded[i] if i in encoded else self._tokenize_shielded(text.text) for i, (text, _) in enumerate(texts)]
 
     def _offsets_of(self, text: str) -> list[Span]:
@@ -289,13 +290,12 @@ class Encoder:
             spans += [(first, end)] * len(own)
         return _Tokens(tokens, lambda: spans)
 
-    def _row(self, source: str, text: _Text, tokens: _Tokens) -> Row:
+    def _row(self, source: str, text: _Text, tokens: _Tokens) -> list[Row]:
         if self.train_on == "all":
-            return replace(self._fitting(tokens.ids, [(0, len(tokens.ids))], source), dropped=text.dropped)
+            return [replace(self._fitting(tokens.ids, [(0, len(tokens.ids))], source), dropped=text.dropped)]
         spans = [self._tokens_of(text, turn, tokens) for turn in text.turns]
         last = spans[-1] if text.turns[-1:] == [text.last] else self._tokens_of(text, text.last, tokens)
-        row = self._fitting(tokens.ids, spans, source, last[0], text.question)
-        return replace(row, dropped=text.dropped)
+        return [replace(self._fitting(tokens.ids, spans, source, last[0], text.question), dropped=text.dropped)]
 
     def _plain_rows(self, source: str, example: Example, text: _Text, found: _Tokens) -> list[Row]:
         if self.eos is None:

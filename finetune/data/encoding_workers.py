@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import formats, sources
@@ -104,23 +105,28 @@ def encoded(
 
 def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, settings: Settings) -> Encoded:
     batch = Encoded()
-    kept = []
+    kept = list[tuple[int, int, Record, str | None, tuple[Example, ...]]]()
     for position, (origin, record) in enumerate(chunk):
         if isinstance(record, Rejected):
             batch.refused.append(Refused(position, origin, record))
             continue
         try:
-            name = formats.detect(record.value) if settings.format == "auto" else settings.format
-            example = formats.convert(record.value, settings.format)
-            if settings.split_key is not None:
+            if settings.split_key is not None and isinstance(record.value, dict):
                 _value(record.value, settings.split_key)
-            if example.untrained and settings.train_on == "all":
-                raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
-            kept.append((position, origin, record, name, example))
+            if settings.paired:
+                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_pair(record.value)))
+            else:
+                name = formats.detect(record.value) if settings.format == "auto" else settings.format
+                example = formats.convert(record.value, settings.format)
+                if example.untrained and settings.train_on == "all":
+                    raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
+                kept.append((position, origin, record, name, (example,)))
         except BadRow as reason:
             batch.refused.append(Refused(position, origin, _reject(record, str(reason))))
-    results = encoder.encode([(record.source, example) for _, _, record, _, example in kept])
-    for (position, origin, record, name, example), result in zip(kept, results):
+    encoded_examples = iter(encoder.encode([(each[2].source, example) for each in kept for example in each[4]]))
+    for position, origin, record, name, examples in kept:
+        sides = [next(encoded_examples) for _ in examples]
+        result = _pair(sides, encoder.max_length) if settings.paired else sides[0]
         if isinstance(result, BadRow):
             line = _reject(record, str(result))
             batch.refused.append(Refused(position, origin, line, isinstance(result, TooLong)))
@@ -137,15 +143,32 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
         batch.dropped.update({lost for row in rows for lost in row.dropped})
         batch.rows += rows
         batch.origins += [origin] * len(rows)
-        said = _what_is_trained(example)
+        said = "".join(map(_what_is_trained, examples))
         # a long text: each of its rows for itself
-        each = [f"{said}{number}" for number in range(len(rows))] if example.messages is None else [said] * len(rows)
+        is_long = examples[0].messages is None and not settings.paired
+        each = [f"{said}{number}" for number in range(len(rows))] if is_long else [said] * len(rows)
         batch.weight_hashes += [hash_of(f"weight{words}".encode()) for words in each]
         if settings.split_key is None:
             batch.split_hashes += [hash_of(f"split{words}".encode()) for words in each]
         else:
             batch.split_hashes += [hash_of(_value(record.value, settings.split_key).encode())] * len(rows)
     return batch
+
+
+def _pair(sides: Sequence[list[Row] | BadRow], max_length: int) -> list[Row] | BadRow:
+    """The rows of a chosen and a rejected answer, or why they cannot be used."""
+    rows = list[Row]()
+    for side, name in zip(sides, ("chosen", "rejected")):
+        if isinstance(side, BadRow):
+            return type(side)(f"the {name} answer: {side}")
+        if len(side) != 1:
+            return BadRow(f"the {name} answer: the chat template writes it in {len(side)} texts; give a single turn")
+        rows += side
+    if not all(row.trained_tokens for row in rows):
+        return TooLong(f"no token of one of its answers is left at max_length {max_length}")
+    if np.array_equal(rows[0].tokens, rows[1].tokens):
+        return BadRow(f"its two answers are the same tokens at max_length {max_length}, so there is nothing to prefer")
+    return rows
 
 
 def _what_is_trained(example: Example) -> str:

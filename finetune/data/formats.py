@@ -18,6 +18,9 @@ from finetune.data.messages import (
 from finetune.errors import BadRow
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt-completion", "text")
+PREFERENCE = "preference"
+"""Format of a record with a chosen and a rejected answer, which is not trained as an example."""
+SIDES = ("chosen", "rejected")
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -87,11 +90,100 @@ def convert(value: Any, format: str) -> Example:
     return _CONVERTERS[name](value)
 
 
+def convert_pair(value: Any) -> tuple[Example, Example]:
+    """The chosen and the rejected answer of a record, each as an example that trains this answer alone.
+
+    ``chosen`` and ``rejected`` are texts or messages after a ``prompt`` (a text, or messages), after ``conversations``,
+    or after ``instruction`` and ``input``; or they are whole conversations that begin alike. For example, of
+    [user a, assistant b, user c, assistant d] and [user a, assistant b, user c, assistant e], d and e are the answers.
+
+    Raises:
+        BadRow: with the reason, if the record is no such pair, or its sides are the same.
+    """
+    if not isinstance(value, dict):
+        raise BadRow("the row is not an object")
+    _require(value, PREFERENCE, ["chosen", "rejected"])
+    value = value | {key: _read(value[key]) for key in ("prompt", *SIDES) if key in value}
+    if value["chosen"] == value["rejected"]:
+        raise BadRow("chosen and rejected are the same, so there is nothing to prefer")
+    prompt = _prompt_of_pair(value)
+    if isinstance(prompt, str) and all(isinstance(value[side], str) for side in SIDES):
+        if _optional_text(value, "system"):
+            raise BadRow("the key `system` stands beside a prompt that is plain text; give the prompt as messages")
+        chosen, rejected = (_plain(_text(value, "prompt"), _text(value, key), ends=True) for key in SIDES)
+        return chosen, rejected
+    conversations = [_answered(prompt, value, key) for key in SIDES]
+    begin = _alike(*conversations)
+    for turns, key in zip(conversations, SIDES):
+        if len(turns) == begin:
+            raise BadRow(f"the key `{key}` ends where the other goes on; give one prompt with two answers")
+    if any(turns[begin].get("role") != "assistant" for turns in conversations):
+        raise BadRow(f"chosen and rejected differ before their answers: from message {begin + 1} on; give one prompt")
+    for turns, key in zip(conversations, SIDES):
+        if not any(turn.get("content") or turn.get("tool_calls") for turn in turns[begin:]):
+            raise BadRow(f"the key `{key}` has an empty answer")
+    chosen, rejected = (
+        _conversation(turns, value, key=key, untrained_until=begin, system=_optional_text(value, "system"))
+        for turns, key in zip(conversations, SIDES)
+    )
+    return chosen, rejected
+
+
+def _read(side: Any) -> Any:
+    """Messages that a table stores as JSON text, or the side itself."""
+    if isinstance(side, str) and side.lstrip().startswith(("[{", "{")):
+        found = parsed(side)
+        if isinstance(found, list | dict) and all("role" in turn or "from" in turn for turn in _listed(found)):
+            return found
+    return side
+
+
+def _listed(side: Any) -> list[Any]:
+    return [side] if isinstance(side, dict) else list(side)
+
+
+def _prompt_of_pair(value: dict[str, Any]) -> Any:
+    """A text, messages, or None where the sides are whole conversations."""
+    if value.get("instruction") is not None:
+        return _instructions(value)
+    return _turns(value) if value.get("prompt") is None else value["prompt"]
+
+
+def _answered(prompt: Any, value: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The conversation of one side of a pair."""
+    side = value[key]
+    if isinstance(side, str):
+        if prompt is None:
+            raise BadRow(f"the key `{key}` is a text without a prompt; give one in the key `prompt`")
+        answer = [{"role": "assistant", "content": _text(value, key)}]
+    else:
+        answer = _as_messages([side] if isinstance(side, dict) else side, key)
+        if not answer:
+            raise BadRow(f"the key `{key}` has an empty answer")
+    if isinstance(prompt, list):
+        begin = _as_messages(prompt, "prompt")
+        return answer if answer[: len(begin)] == begin else [*begin, *answer]
+    if isinstance(prompt, str) and answer[:1] and answer[0].get("role") == "assistant":
+        return [{"role": "user", "content": prompt}, *answer]
+    return answer  # a whole conversation, which repeats what is in ``prompt``
+
+
+def _as_messages(turns: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRow(f"the key `{key}` is neither a text nor a list of messages")
+    return [_from_sharegpt_turn(turn, i) if "from" in turn else turn for i, turn in enumerate(turns, start=1)]
+
+
+def _alike(one: list[Any], other: list[Any]) -> int:
+    """Messages with which both conversations begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
 def _unknown(value: dict[str, Any]) -> str:
     if value.get("chosen") is not None and value.get("rejected") is not None:
         return (
-            "the row is a preference pair (chosen and rejected), not an example for supervised fine-tuning; "
-            "convert the chosen answers to conversations first"
+            "the row is a preference pair (chosen and rejected), not an example for supervised fine-tuning; train it "
+            "with recipes/dpo.py, or convert the chosen answers to conversations first"
         )
     return (
         f"the row has {_seen(value)}, which match no known format: messages (key messages), "
@@ -201,6 +293,11 @@ def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
 
 def _from_alpaca(value: dict[str, Any]) -> Example:
     _require(value, "alpaca", ["instruction", "output"])
+    turns = [*_instructions(value), {"role": "assistant", "content": _text(value, "output")}]
+    return _conversation(turns, value, system=_optional_text(value, "system"))
+
+
+def _instructions(value: dict[str, Any]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     history = value.get("history") or []
     if not isinstance(history, Sequence) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
@@ -209,9 +306,7 @@ def _from_alpaca(value: dict[str, Any]) -> Example:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     input = _optional_text(value, "input")
     instruction = _text(value, "instruction")
-    turns.append({"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction})
-    turns.append({"role": "assistant", "content": _text(value, "output")})
-    return _conversation(turns, value, system=_optional_text(value, "system"))
+    return [*turns, {"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
 
 
 def _from_prompt_completion(value: dict[str, Any]) -> Example:

@@ -1,5 +1,6 @@
 """From the command line to a question: a recipe configuration or a model, machines, and options."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
+from finetune.config.recipe_classes import PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
 from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import Machines, caveat, parse_gpus, precision_problem
@@ -16,7 +18,7 @@ from finetune.planner.model import Model
 from finetune.planner.model_config import read_config
 from finetune.planner.question import METHODS, Method, Question
 from finetune.planner.strategy_file import strategy_named
-from finetune.planner.written import Options, all_flags, config_file, given_flags, problems, words_of
+from finetune.planner.written import Options, all_flags, given_flags, problems, words_of
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer
 from finetune.units import GIB
@@ -41,7 +43,7 @@ class _Read:
     machines: Machines
     precision: str
     notes: tuple[str, ...]
-    longest_row_tokens: int
+    longest_document_tokens: int
     flat: bool = False
     """Rows that are not packed lie end to end."""
 
@@ -53,10 +55,15 @@ class _Read:
             bits=method.bits,
             world_size=self.machines.world_size,
             precision=self.precision,
-            row_tokens=self.longest_row_tokens,
+            row_tokens=self.documents * self.longest_document_tokens,
             flat=self.flat,
             flash=self.machines.gpu.has_flash_attention,
         )
+
+    @property
+    def documents(self) -> int:
+        """Of a row: of a pair its two answers, each with the prompt."""
+        return 2 if isinstance(self.cfg, PairedRun) else 1
 
     @property
     def method(self) -> Method:
@@ -79,7 +86,7 @@ class _Read:
 
 def _read(arguments: Sequence[str], options: Options) -> _Read:
     refuse_if_any(problems(options))
-    cfg = parse(sections.Run, [*arguments, *words_of(given_flags(arguments, options))])
+    cfg = parse(class_of(arguments), [*arguments, *words_of(given_flags(arguments, options))])
     machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
     precision, notes = _precision(options, machines)
     notes += tuple(filter(None, [caveat(machines.gpu)]))
@@ -102,7 +109,7 @@ def asked(
     read = _read(arguments, options)
     cfg, machines, notes = read.cfg, read.machines, list(read.notes)
     model_config = read_config(cfg.model.path, cfg.model.revision)
-    tracer = Tracer(model_config, row_tokens=cfg.data.max_length, on_progress=on_progress)
+    tracer = Tracer(model_config, row_tokens=read.documents * cfg.data.max_length, on_progress=on_progress)
     model = Model(model_config, tracer)
     flags = all_flags(arguments, options)
     batch = cfg.train.global_batch_size
@@ -117,7 +124,7 @@ def asked(
     positions = model.anatomy.positions
     refuse_if_any(position_problems(cfg.data.max_length, positions) if cfg.data.streaming else [])
     if positions is not None and not cfg.data.packing and cfg.data.max_length > positions:
-        read = replace(read, longest_row_tokens=positions)
+        read = replace(read, longest_document_tokens=positions)
         notes.append(
             f"Rows are taken to have {positions:,} tokens, the model's positions: a run would refuse longer ones."
         )
@@ -130,7 +137,7 @@ def asked(
         machines=machines,
         base=read.setting(read.method),
         global_batch_size=batch,
-        mean_document_tokens=min(options.document_tokens or read.longest_row_tokens, read.longest_row_tokens),
+        mean_document_tokens=min(options.document_tokens or math.inf, read.longest_document_tokens),
         methods=methods,
         strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
         checkpointing=read.checkpointing,
@@ -139,6 +146,7 @@ def asked(
         epoch_tokens=options.tokens,
         host_bytes=None if host is None else int(host),
         disk_bytes=None if disk is None else int(disk / (cfg.checkpoint.keep + 1)),
+        recipe=script_of(cfg),
         config_file=config_file(arguments),
         flags=tuple(flags.items()),
     )

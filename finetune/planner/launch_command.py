@@ -19,7 +19,7 @@ def launch_command(question: Question, setting: Setting) -> list[list[str]]:
     return [
         ["accelerate", "launch"],
         *launcher_flags(setting, question.machines),
-        ["recipes/sft.py"],
+        [question.recipe],
         *given,
         *repeated,
         *([f"--{key}", value] for key, value in wanted.items()),

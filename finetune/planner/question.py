@@ -61,6 +61,7 @@ class Question:
     """Memory of one machine, if known."""
     disk_bytes: int | None = None
     """Free for one checkpoint, if known."""
+    recipe: str = "recipes/sft.py"
     config_file: str | None = None
     """Of the recipe, for the command."""
     flags: tuple[tuple[str, str], ...] = ()

@@ -86,12 +86,3 @@ def _loadable(path: str) -> str:
     if not Path(path).is_file():
         return path
     return str(Path(path).parent) if Path(path).name == "config.json" else "YOUR_MODEL"
-
-
-def config_file(arguments: Sequence[str]) -> str | None:
-    for place, word in enumerate(arguments):
-        if word.startswith("--config="):
-            return word.removeprefix("--config=")
-        if word == "--config" and place + 1 < len(arguments):
-            return arguments[place + 1]
-    return None

@@ -30,8 +30,14 @@ def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedToke
     )
 
 
-def settings_of(data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Settings:
-    """How records become rows."""
+def settings_of(
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, paired: bool = False
+) -> Settings:
+    """How records become rows.
+
+    Args:
+        paired: each record has two, a chosen answer and a rejected one.
+    """
     known = tokenizer.added_tokens_decoder
     return Settings(
         format=data.format,
@@ -42,11 +48,12 @@ def settings_of(data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: M
         train_think=data.train_think,
         on_dropped=data.on_dropped,
         turn_ends=tuple(known[token].content for token in spec.end_tokens if token in known),
+        paired=paired,
     )
 
 
 def load_rows(
-    data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, paired: bool = False
 ) -> tuple[Rows | None, Rows | None]:
     """The training rows (None where they are streamed), and the held-out rows where there are some.
 
@@ -58,7 +65,7 @@ def load_rows(
     """
     train = dataset.named_sources(data.train)
     held_out = data.eval if isinstance(data.eval, float) else dataset.named_sources(data.eval)
-    settings, skip = settings_of(data, tokenizer, spec), data.on_bad_row == "skip"
+    settings, skip = settings_of(data, tokenizer, spec, paired=paired), data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if data.streaming:
             assert not isinstance(held_out, float)  # refused before
@@ -75,11 +82,14 @@ def batches_of(
     tokenizer: PreTrainedTokenizerBase,
     spec: ModelSpec,
     rows: Rows | None,
+    *,
+    paired: bool = False,
 ) -> batches.Batches | streaming.Stream:
     """Which rows are trained in which optimizer step: a function of (seed, epoch, step).
 
     Args:
         rows: None to read them as they are needed.
+        paired: every two that follow one another are a row of the input.
     """
     form: dict[str, Any] = {
         "packing": data.packing,
@@ -89,7 +99,8 @@ def batches_of(
         "seed": train.seed,
     }
     if rows is not None:
-        return batches.Batches(rows, max_length=data.max_length, steps=train.steps, epochs=train.epochs, **form)
+        length: dict[str, Any] = {"steps": train.steps, "epochs": train.epochs}
+        return batches.Batches(rows, max_length=data.max_length, paired=paired, **length, **form)
     assert train.steps is not None  # refused before
     return streaming.Stream(
         dataset.named_sources(data.train),

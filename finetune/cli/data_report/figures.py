@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.cli.data_report.lengths import LengthFigures, length_figures
 from finetune.cli.data_report.row_text import ShownRow, shown_row, spread
-from finetune.data.batches import Batches
+from finetune.data.batches import Batches, Inputs
 from finetune.data.dataset import rejected_lines, rejected_problem, shared_with
+from finetune.data.formats import SIDES
 from finetune.data.rows import Rows
 from finetune.data.sampler import dealt, epoch_order
 from finetune.data.sources import Source
@@ -112,8 +113,11 @@ class Report:
     lengths: LengthFigures
     packing: bool
     """Whether the configuration packs."""
+    paired: bool
+    """Whether every two rows are a chosen and a rejected answer, which the model reads as one row."""
     unpacked: InputFigures
-    packed: InputFigures
+    packed: InputFigures | None
+    """None for pairs, which are not packed."""
     global_batch_size: int
     micro_batch_size: int
     micro_batch_is_open: bool
@@ -139,6 +143,7 @@ def report(
     held_out_sources: Sequence[Source],
     max_length: int,
     packing: bool,
+    paired: bool,
     flat: bool,
     global_batch_size: int,
     micro_batch_size: int | None,
@@ -159,6 +164,7 @@ def report(
         held_out: held-out rows, of their own sources or split off the training rows; None if there are none.
         train_sources: what the training rows were read from, in their order.
         held_out_sources: what the held-out rows were read from; none if they were split off.
+        paired: whether every two rows are a chosen and a rejected answer.
         flat: whether rows that are not packed lie end to end, without padding.
         micro_batch_size: None where the planner chooses it; then padding is that of the whole global batch at a time.
         epochs, steps: length of the run; steps win.
@@ -181,7 +187,8 @@ def report(
         "seed": seed,
     }
     rejects = [rejected_problem(rejected, len(distinct))] if rejected and not skips_bad_rows else []
-    chosen = spread(distinct.lengths, distinct.column("origin"), shown_rows)
+    both, sides = Inputs(distinct, flat=True, paired=paired), SIDES if paired else ("",)
+    chosen = spread(both.lengths, distinct.column("origin")[:: 1 + paired], shown_rows)
     return Report(
         sources=_source_figures(train, held_out, train_sources, held_out_sources),
         formats=_added_up(stores, "formats"),
@@ -207,14 +214,17 @@ def report(
         max_length=max_length,
         lengths=length_figures(uncut, max_length),
         packing=packing,
-        unpacked=_input_figures(Batches(train, packing=False, flat=flat, **run), tokens_per_second),
-        packed=_input_figures(Batches(train, packing=True, flat=True, **run), tokens_per_second),
+        paired=paired,
+        unpacked=_input_figures(Batches(train, packing=False, paired=paired, flat=flat, **run), tokens_per_second),
+        packed=None if paired else _input_figures(Batches(train, packing=True, flat=True, **run), tokens_per_second),
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size or global_batch_size,
         micro_batch_is_open=micro_batch_size is None,
         tokens_per_second=tokens_per_second,
         speed_from=speed_from,
-        examples=[shown_row(distinct[number], tokenizer) for number in chosen],
+        examples=[
+            shown_row(row, tokenizer, side) for place in chosen for row, side in zip(both.documents(place), sides)
+        ],
         left_out=_left_out(stores, shown_left_out),
         left_out_files=[
             str(store.folder / "rejected.jsonl")
@@ -250,7 +260,7 @@ def _source_figures(
 
 
 def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFigures:
-    rows, tokens = batches.rows_in_epoch, _sum(batches.lengths)
+    rows, tokens = batches.rows_in_epoch, _sum(batches.tokens)
     order = epoch_order(rows, batches.order["seed"], 0)
     global_batch_size = batches.order["global_batch_size"]
     how = {"global_batch_size": global_batch_size, "micro_batch_size": batches.micro_batch_size}
@@ -259,7 +269,7 @@ def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFi
         rows_per_epoch=rows,
         positions_per_epoch=positions,
         padding=1 - tokens / positions,
-        room_used=tokens / (rows * batches.max_length),
+        room_used=tokens / (rows * (1 + batches.paired) * batches.max_length),
         trained_tokens_per_step=_sum(batches.trained_tokens) / rows * global_batch_size,
         steps_per_epoch=rows / global_batch_size,
         steps=batches.steps,

@@ -39,6 +39,8 @@ class ShownRow:
     uncut_tokens: int
     trained_tokens: int
     stretches: list[TextSpan]
+    side: str = ""
+    """Of a pair: chosen or rejected."""
 
 
 def spread(lengths: np.ndarray, origins: np.ndarray, count: int) -> list[int]:
@@ -62,9 +64,10 @@ def spread(lengths: np.ndarray, origins: np.ndarray, count: int) -> list[int]:
     return chosen
 
 
-def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> ShownRow:
-    """One row as text."""
-    return ShownRow(row.source, len(row.tokens), row.uncut_tokens, row.trained_tokens, stretches(row, tokenizer))
+def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase, side: str = "") -> ShownRow:
+    """One row as text; it may be a side of a pair."""
+    texts = stretches(row, tokenizer)
+    return ShownRow(row.source, len(row.tokens), row.uncut_tokens, row.trained_tokens, texts, side)
 
 
 def stretches(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[TextSpan]:

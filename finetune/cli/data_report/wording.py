@@ -53,9 +53,10 @@ def sections(report: Report) -> list[Section]:
     rows, tokens, lengths = report.rows, report.tokens, report.lengths
     shared = f"; {rows.shared_with_held_out:,} of them also appear in the training rows"
     records, made = sum(report.formats.values()), report.prepared_rows
+    several = "chosen and rejected answers" if report.paired else "some need several"
     of_rows = [
         ("formats", ", ".join(f"{name} {count:,}" for name, count in report.formats.items())),
-        *([("all rows", f"{made:,} from {records:,} records: some need several")] if made != records else []),
+        *([("all rows", f"{made:,} from {records:,} records: {several}")] if made != records else []),
         ("training rows", f"{rows.training:,}"),
         *([("per epoch", f"{rows.per_epoch:,}")] if _is_weighted(report) else []),
         ("held-out rows", f"{rows.held_out:,}{shared if rows.shared_with_held_out else ''}"),
@@ -100,9 +101,11 @@ def histogram_lines(bins: Sequence[Bin], max_length: int) -> list[Line]:
 
 def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
     """Column heads and rows: what the model computes without and with packing."""
-    both = (report.unpacked, report.packed)
-    heads = ["", "one per row", "packed"]
-    heads[2 if report.packing else 1] += " (chosen)"
+    both = [report.unpacked]
+    heads = ["", "pairs"]
+    if report.packed is not None:
+        both, heads = [report.unpacked, report.packed], ["", "one per row", "packed"]
+        heads[2 if report.packing else 1] += " (chosen)"
     micro_batch = f"micro-batch of {'up to ' if report.micro_batch_is_open else ''}{report.micro_batch_size}"
     rows = [
         ["input rows per epoch", *(f"{each.rows_per_epoch:,}" for each in both)],
@@ -132,8 +135,8 @@ def speed(report: Report) -> str:
 
 def how_chosen(report: Report) -> str:
     several = len({source.path for source in report.sources if source.purpose == "training"}) > 1
-    whole = "training rows, from the shortest to the longest"
-    return f"{len(report.examples):,} {whole}{' of each source' if several else ''}"
+    count = f"{len(report.examples):,} training rows" if not report.paired else f"{len(report.examples) // 2:,} pairs"
+    return f"{count}, from the shortest to the longest{' of each source' if several else ''}"
 
 
 def left_out_line(report: Report) -> str:
@@ -146,4 +149,5 @@ def left_out_line(report: Report) -> str:
 
 def title(row: ShownRow) -> str:
     cut = f" of {row.uncut_tokens:,}" if row.uncut_tokens > row.tokens else ""
-    return visible(f"{row.source}: {row.tokens:,}{cut} tokens, {row.trained_tokens:,} trained")
+    side = f", {row.side}" if row.side else ""
+    return visible(f"{row.source}{side}: {row.tokens:,}{cut} tokens, {row.trained_tokens:,} trained")

@@ -1,0 +1,46 @@
+"""What a recipe that learns from pairs of answers refuses beside ``preflight``, and where its reference comes from."""
+
+from finetune.compat.peft_private import adapter_off
+from finetune.config import sections
+from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
+from finetune.distributed import Strategy
+from finetune.training.preferences import Preferences
+
+
+def pair_problems(cfg: sections.Run, dpo: Dpo) -> list[str]:
+    """What contradicts pairs of answers, as sentences."""
+    data, given = cfg.data, dpo.model_fields_set
+    without = dpo.loss in WITHOUT_REFERENCE
+    found = {
+        "data.streaming: pairs are prepared before training; set it to false.": data.streaming,
+        "data.packing: the answers of a micro-batch lie end to end as they are; set it to false.": data.packing,
+        f"data.format {data.format}: a pair is known by its keys; leave it at auto.": data.format != "auto",
+        f"data.train_on {data.train_on}: of a pair the two answers are compared; leave it at assistant.": (
+            data.train_on != "assistant"
+        ),
+        "eval.exact_match: the chosen answer of a pair is one of many; set it to false.": cfg.eval.exact_match,
+        "dpo.reference adapter_off needs an adapter; set adapter.type to lora, or dpo.reference to cached.": (
+            dpo.reference == "adapter_off" and cfg.adapter.type == "none"
+        ),
+        f"dpo.reference: {dpo.loss} has no reference; leave it out.": without and "reference" in given,
+        f"dpo.label_smoothing belongs to the loss robust, and dpo.loss is {dpo.loss}; leave it out.": (
+            dpo.label_smoothing > 0 and dpo.loss != "robust"
+        ),
+        f"dpo.margin belongs to the loss simpo, and dpo.loss is {dpo.loss}; leave it out.": (
+            "margin" in given and dpo.loss != "simpo"
+        ),
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def caches_reference(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> bool:
+    """Whether references are computed before training, and not in each step."""
+    if dpo.loss in WITHOUT_REFERENCE:
+        return False
+    left_open = cfg.adapter.type == "none" or launch.gathers_in_order
+    return dpo.reference == "cached" or (dpo.reference == "auto" and left_open)
+
+
+def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences:
+    """What the recipe learns."""
+    return Preferences(dpo, None if caches_reference(cfg, dpo, launch) else adapter_off)

@@ -1,0 +1,143 @@
+"""What is learnt from pairs of answers: the objective of a recipe, and the micro-batches that it takes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
+from finetune.data import batches
+from finetune.data.batches import IGNORED
+from finetune.data.encoding import Row
+from finetune.training.loss import LossOfScores, Objective, trained_positions
+from finetune.training.preference_loss import Pairs, figures_of, losses_of
+
+
+@dataclass(frozen=True)
+class PairedBatch:
+    """A micro-batch of pairs, whose answers are documents of their own: chosen, rejected, chosen, rejected ..."""
+
+    next_tokens: torch.Tensor
+    inputs: dict[str, Any]
+    document_BT: torch.Tensor
+    """Which document a position belongs to, from 0; of the shape of ``next_tokens``."""
+    tokens_P2: torch.Tensor
+    """Trained tokens of each answer, at least 1."""
+    reference_P2: torch.Tensor
+    """Log-probabilities of the answers by the reference model; 0 where they are not known."""
+    is_there_P: torch.Tensor
+    """1, or 0 for a pair that fills up the last step of a run."""
+
+
+def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool) -> PairedBatch:
+    """One micro-batch on its device; see ``data.batches.collate``.
+
+    Args:
+        places: the two documents of each pair; none where the run has no more.
+    """
+    empty = [Row(np.zeros(1, np.int32), [], "")] * 2
+    pairs = [list(documents) or empty for documents in places]
+    every = [document for documents in pairs for document in documents]
+    next_tokens, inputs = batches.collate(pairs, device, flat=flat)
+    number = torch.arange(len(every))
+    if flat:
+        document_BT = number.repeat_interleave(torch.tensor([len(each.tokens) for each in every]))[None]
+    else:
+        document_BT = number[:, None].expand(next_tokens.shape)
+    return PairedBatch(
+        next_tokens,
+        inputs,
+        document_BT.to(device),
+        torch.tensor([float(max(1, each.trained_tokens)) for each in every], device=device).view(-1, 2),
+        torch.tensor([each.reference for each in every], device=device).view(-1, 2),
+        torch.tensor([float(len(documents) > 0) for documents in places], device=device),
+    )
+
+
+class Preferences:
+    """A loss of pairs, and the sums of its figures since they were last taken."""
+
+    def __init__(self, section: Dpo, adapter_off: Callable[[torch.nn.Module], AbstractContextManager[None]] | None):
+        """
+        Args:
+            adapter_off: within it a model is its own reference; None where references are known, or not needed.
+        """
+        self.section = section
+        self.adapter_off = None if section.loss in WITHOUT_REFERENCE else adapter_off
+        self._sums: dict[str, torch.Tensor] = {}
+
+    @property
+    def objective(self) -> Objective:
+        """For a session."""
+        return Objective(
+            self.loss_sum,
+            per_row=True,
+            figures=self.take_figures,
+            remembers_beginning=self.section.loss not in WITHOUT_REFERENCE,
+        )
+
+    def loss_sum(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
+        """The loss of a micro-batch, summed over its pairs."""
+        reference_P2 = batch.reference_P2
+        if self.adapter_off is not None:
+            reference_P2 = reference_answers(model, batch, self.adapter_off)
+
+        def of_all(answers_P2: torch.Tensor) -> torch.Tensor:
+            (chosen, rejected), known, tokens = answers_P2.T, reference_P2.T, batch.tokens_P2.T
+            pairs = Pairs(chosen, rejected, *known, *tokens)
+            for name, figure in figures_of(pairs, self.section).items():
+                total = (figure.detach() * batch.is_there_P).sum()
+                self._sums[name] = self._sums[name] + total if name in self._sums else total
+            return (losses_of(pairs, self.section) * batch.is_there_P).sum()
+
+        return _of_answers(model, batch, of_all)
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        """Sums over the pairs since this was last called."""
+        taken, self._sums = self._sums, {}
+        return taken
+
+
+@torch.no_grad()
+def reference_answers(
+    model: torch.nn.Module,
+    batch: PairedBatch,
+    adapter_off: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of the answers by the reference model, of shape (pairs, 2): the model as it is, or without its
+    adapter."""
+    trains = getattr(model, "module", model).training  # DeepSpeed's engine around it does not know
+    model.eval()
+    try:
+        with nullcontext() if adapter_off is None else adapter_off(model):
+            return _of_answers(model, batch, lambda answers_P2: answers_P2)
+    finally:
+        model.train(trains)
+
+
+def _of_answers(
+    model: torch.nn.Module, batch: PairedBatch, function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A function of the log-probabilities of the answers, of shape (pairs, 2)."""
+    positions_N = trained_positions(batch.next_tokens)
+    targets_N = batch.next_tokens.flatten()[positions_N]
+    number_D = torch.arange(batch.tokens_P2.numel(), device=positions_N.device)
+    is_its_DN = number_D[:, None] == batch.document_BT.flatten()[positions_N]
+
+    def of_all(losses_N: torch.Tensor) -> torch.Tensor:
+        return function(-torch.where(is_its_DN, losses_N, 0.0).sum(1).view(-1, 2))
+
+    wanted = LossOfScores(_token_losses, positions_N, targets_N, of_all=of_all)
+    found: torch.Tensor = model(**batch.inputs, use_cache=False, loss_of_scores=wanted)
+    return found
+
+
+def _token_losses(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Of each position, of shape (N,); 0 where it is not trained."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    )
