@@ -40,6 +40,14 @@ def covered(points: Sequence[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
+def thinned(kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, of which the others are marked ``prove``."""
+    return [
+        *kept,
+        *(pytest.param(*each if isinstance(each, tuple) else (each,), marks=pytest.mark.prove) for each in others),
+    ]
+
+
 def _name(value: Any) -> str:
     """A launch, which is a strategy and its processes, as ``ddpx2``."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -10,7 +10,7 @@ import pytest
 import scenarios
 import tiny
 import torch
-from covering import covered
+from covering import covered, thinned
 from parity import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
@@ -119,7 +119,7 @@ def test_bf16_losses_stay_within_the_stated_tolerance(point: Any, runs: Runs):
     assert differences(metrics, exact)["loss"] > FP32_TOLERANCE["loss"]  # it was computed in bf16
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", thinned(["fsdp2", "zero3"], ["ddp", "zero2"]))
 @pytest.mark.parametrize("method", METHODS)
 def test_modules_trained_whole_and_recomputed_activations_change_nothing(strategy: str, method: str, runs: Runs):
     settings = changes(method, 4) | {"adapter__modules_to_save": ["embed_tokens"], "train__steps": 6}
@@ -141,12 +141,13 @@ HEADS = {
 }
 
 
-ADAPTED = [("adapted", strategy) for strategy in ("ddp", "zero2", "zero3")]
-"""Not FSDP2: Accelerate 1.15 cannot prepare an adapter on a tied head."""
-
-
 @pytest.mark.parametrize(
-    ("head", "strategy"), [("whole", each) for each in ("ddp", "fsdp2", "zero2", "zero3")] + ADAPTED
+    ("head", "strategy"),
+    # no adapted one under FSDP2: Accelerate 1.15 cannot prepare an adapter on a tied head
+    thinned(
+        [("whole", "fsdp2"), ("whole", "zero3"), ("adapted", "ddp"), ("adapted", "zero3")],
+        [("whole", "ddp"), ("whole", "zero2"), ("adapted", "zero2")],
+    ),
 )
 def test_a_head_that_learns_beside_an_adapter_learns_the_same_on_two_processes(head: str, strategy: str, runs: Runs):
     settings = changes("lora", 4) | HEADS[head] | {"train__steps": 6}

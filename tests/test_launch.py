@@ -17,10 +17,10 @@ from scenarios import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
-IN_FP32 = [("single", 1), ("fsdp2_offload", 1), ("hsdp", 4), ("zero2", 2)]
+IN_FP32 = [("single", 1), ("hsdp", 4)]
 IN_BF16 = [("ddp", 2), ("fsdp2", 2), ("zero3", 2)]
-IN_FP32_TOO = [("zero3_offload", 1), *IN_BF16]
-"""Every strategy is launched once; `make prove` launches these as well, in fp32."""
+IN_FP32_TOO = [("fsdp2_offload", 1), ("zero2", 2), ("zero3_offload", 1), *IN_BF16]
+"""Every kind of strategy is launched once; `make prove` launches these as well, in fp32."""
 KEPT = [(*launch, "fp32") for launch in IN_FP32] + [(*launch, "bf16") for launch in IN_BF16]
 FURTHER = [pytest.param((*launch, "fp32"), marks=pytest.mark.prove) for launch in IN_FP32_TOO]
 of_every_launch = pytest.mark.parametrize("launched", [*KEPT, *FURTHER], ids=str)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import scenarios
-from covering import covered
+from covering import covered, thinned
 from parity import (
     ACCUMULATIONS,
     BF16_TOLERANCE,
@@ -162,13 +162,13 @@ def test_bf16_losses_stay_within_the_stated_tolerance(
     recorded.append({"strategy": strategy, "processes": world_size, "precision": "bf16", **found})
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", thinned(["fsdp2", "zero3"], ["ddp", "zero1"]))
 def test_recomputed_activations_change_nothing(strategy: str, run: Run, reference: Any):
     settings = changes_for("sgd", 0.5, 4) | {"train__activation_checkpointing": "full"}
     assert_parity(run(strategy, 2, **settings), reference("sgd", 0.5), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp2", "zero3"], ["zero1", "zero2"]))
 def test_bf16_weights_without_masters_follow_the_fp32_run_under_every_strategy(strategy: str, run: Run, reference: Any):
     settings = changes_for("adamw", 0.5, 4) | {"train__weights": "bf16"}
     metrics, expected = run(strategy, 2, "bf16", **settings), reference("adamw", 0.5)
@@ -186,7 +186,7 @@ def test_last_step_with_fewer_rows_and_processes_without_any_gives_the_same_run(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("zero2", 2), ("zero3", 2)]
+    ("strategy", "world_size"), thinned([("fsdp2", 2), ("zero3", 2)], [("ddp", 2), ("hsdp", 4), ("zero2", 2)])
 )
 def test_packed_rows_give_the_run_of_one_process(strategy: str, world_size: int, run: Run):
     packed = changes_for("sgd", 0.5, 2) | {"data__packing": True}
@@ -199,7 +199,7 @@ def test_packed_rows_give_the_run_of_one_process(strategy: str, world_size: int,
     assert min(m["total_tokens"] for m in metrics) > 0.8 * ROWS_PER_STEP * 64
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", thinned(["fsdp2"], ["ddp", "zero3"]))
 def test_padded_rows_give_the_run_of_flat_ones(strategy: str, run: Run):
     settings = changes_for("sgd", 0.5, 4) | {"train__steps": 6}
     flat, padded = run("single", 1, **settings), run(strategy, 2, **settings | {"model__attention": "sdpa"})
@@ -208,7 +208,7 @@ def test_padded_rows_give_the_run_of_flat_ones(strategy: str, run: Run):
     assert [m["total_tokens"] for m in run(strategy, 2, **settings)] == [m["total_tokens"] for m in flat]
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero3", 2)])
+@pytest.mark.parametrize(("strategy", "world_size"), thinned([("fsdp2", 2), ("zero3", 2)], [("single", 1), ("ddp", 2)]))
 def test_plain_kernels_give_the_run_of_fused_ones(strategy: str, world_size: int, run: Run, reference: Any):
     settings = changes_for("adamw", 0.5, ROWS_PER_STEP // world_size) | {"model__kernels": "plain"}
     assert_parity(run(strategy, world_size, **settings), reference("adamw", 0.5), FP32_TOLERANCE)
