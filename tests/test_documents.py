@@ -88,7 +88,7 @@ def anchor(title: str) -> str:
 
 
 def test_there_are_documents_to_check():
-    assert len(PAGES) == 10
+    assert len(PAGES) == 12
     assert sum(len(spans(document)) for document in DOCUMENTS) > 300
 
 
@@ -324,12 +324,13 @@ def test_yaml_and_json_in_the_documents_are_read_as_configuration_and_rows(tmp_p
             (tmp_path / "config.yaml").write_text(body)
             parse(Config, ["--config", str(tmp_path / "config.yaml"), "--model.path", "m", "--train.output_dir", "o"])
         elif language == "json":
-            assert formats.convert(json.loads(body), "auto")
+            row = json.loads(body)
+            assert formats.convert_pair(row) if "chosen" in row else formats.convert(row, "auto")
         else:
-            assert language in ("bash", "console", "text"), language
+            assert language in ("bash", "console", "python", "text"), language
             continue
         read[language] += 1
-    assert read == {"yaml": 1, "json": 2}
+    assert read == {"yaml": 1, "json": 3}
 
 
 # Tables and figures
