@@ -113,6 +113,16 @@ def kernels_of_a_gpu(*, flash: bool) -> contextlib.AbstractContextManager[None]:
     return _replaced((functional, "scaled_dot_product_attention", attention))
 
 
+class _LazyList:
+    """``list``, but for a generator, which it leaves as it is."""
+
+    def __new__(cls, every: Any) -> Any:
+        return every if isinstance(every, Iterator) else list(every)
+
+    def __class_getitem__(cls, kind: Any) -> Any:
+        return list[kind]  # type: ignore[valid-type]
+
+
 def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.AbstractContextManager[None]:
     """Scores of so many positions exist at a time, and the second of two such parts stands for all of them: of how
     many positions a question is, a trace does not know."""
@@ -128,7 +138,8 @@ def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.Abstract
         ledger.begin("loss")
         ledger.times = CONSTANT
 
-    return _replaced((loss, "parts", parts))
+    # the parts are taken one by one, as each begins a span of the trace
+    return _replaced((loss, "parts", parts), (loss, "list", _LazyList))
 
 
 def _in_one_kernel(
