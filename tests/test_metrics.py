@@ -5,6 +5,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.models.flops import TrainingFlops
+from finetune.training.loss import Figure
 from finetune.training.meter import Meter
 
 
@@ -16,7 +17,10 @@ def test_utilisation_counts_the_tokens_of_rows_and_trained_ones_and_throughput_a
         step=1,
         rows=lambda: ["a:1"],
         losses=torch.tensor([6.0, 2.0]),
-        figures={"margin": torch.tensor(3.0), "accuracy": torch.tensor(1.0)},
+        figures={
+            "margin": Figure(torch.tensor(3.0), torch.tensor(2.0)),
+            "kl": Figure(torch.tensor(1.0), torch.tensor(10.0)),
+        },
         divide_by=2,
         tokens=4,
         row_tokens=30,
@@ -25,6 +29,6 @@ def test_utilisation_counts_the_tokens_of_rows_and_trained_ones_and_throughput_a
         learning_rate=1e-3,
         skipped=False,
     )
-    assert (metrics["loss"], metrics["margin"], metrics["accuracy"]) == (4.0, 1.5, 0.5)
+    assert (metrics["loss"], metrics["margin"], metrics["kl"]) == (4.0, 1.5, pytest.approx(0.1))
     assert metrics["tokens_per_second"] == pytest.approx(50 / metrics["step_seconds"])
     assert metrics["mfu"] == pytest.approx((30 * 1e6 + 4 * 1e5) / metrics["step_seconds"] / 1e9)

@@ -88,7 +88,15 @@ def test_gradients_are_finite_where_answers_are_certain_or_impossible(loss: Any)
 
 def test_figures_are_rewards_their_margin_and_which_is_higher():
     found = figures_of(pairs_of(), Dpo(beta=0.5))
-    assert found["reward_chosen"].tolist() == [0.5, -1.0, 0.0]
-    assert found["reward_rejected"].tolist() == [0.0, -2.5, -0.5]
-    assert found["reward_margin"].tolist() == [0.5, 1.5, 0.5]
-    assert found["accuracy"].tolist() == [1.0, 1.0, 1.0]
+    assert found["reward_chosen"].total.tolist() == [0.5, -1.0, 0.0]
+    assert found["reward_rejected"].total.tolist() == [0.0, -2.5, -0.5]
+    assert found["reward_margin"].total.tolist() == [0.5, 1.5, 0.5]
+    assert found["accuracy"].total.tolist() == [1.0, 1.0, 1.0]
+    assert all(found[name].divisor.tolist() == [1.0, 1.0, 1.0] for name in found if name != "kl")
+
+
+def test_divergence_from_the_reference_is_a_mean_over_the_tokens_of_both_answers():
+    found = figures_of(pairs_of(), Dpo(length_normalized=True))["kl"]
+    assert found.total.tolist() == [1.0, -7.0, -1.0]
+    assert found.divisor.tolist() == [6, 24, 7]
+    assert "kl" not in figures_of(pairs_of(), Dpo(loss="simpo"))

@@ -22,6 +22,8 @@ from finetune.data.sampler import EMPTY, dealt_batch, global_batch, heaviest_mic
 
 IGNORED = -100
 """Label of a position that is not trained (the ``ignore_index`` of PyTorch and transformers)."""
+NOTHING = Row(np.zeros(1, np.int32), [], "")
+"""The document of a row that is not there: a single token that is not trained."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +194,13 @@ def collate(
     looks at what stands to its right, and no loss is taken at padded positions; so attention keeps its fastest path.
 
     Args:
-        places: the documents of each row of the input. A row without documents becomes one of a single token that is
-            not trained.
+        places: the documents of each row of the input. A row without documents becomes one of ``NOTHING``.
 
     Returns:
         ``next_tokens`` (labels, shifted already; ``IGNORED`` where nothing is trained) and ``input_ids``, each of
         shape (documents, positions) and int64; flat, of shape (1, positions), and with the bounds of the documents.
     """
-    empty = Row(np.zeros(1, np.int32), [], "")
-    every = [document for documents in places for document in (documents or [empty])]
+    every = [document for documents in places for document in (documents or [NOTHING])]
     lines = [every] if flat else [[document] for document in every]
     positions = max(sum(len(row.tokens) for row in documents) for documents in lines)
     input_ids = torch.zeros(len(lines), positions, dtype=torch.int64)

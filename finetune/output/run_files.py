@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.cache import flush
+from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
 from finetune.models import adapter
 
@@ -209,9 +210,11 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
     is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
-    kind = "library_name: peft\ntags: [sft, lora]" if is_adapter else "library_name: transformers\ntags: [sft]"
+    own = [name for name in run["config"] if name not in Recipe.model_fields] or ["sft"]  # a recipe's own section
+    tags = ", ".join([*own, "lora"] if is_adapter else own)
+    library = "peft" if is_adapter else "transformers"
     return (
-        f"---\nbase_model: {base}\n{kind}\n---\n\n"
+        f"---\nbase_model: {base}\nlibrary_name: {library}\ntags: [{tags}]\n---\n\n"
         f"# {'Trained from random weights of the shape of' if is_random else 'Fine-tuned from'} {Path(base).name}\n\n"
         f"- optimizer steps: {metrics['step']}\n{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "

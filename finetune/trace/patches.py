@@ -113,33 +113,23 @@ def kernels_of_a_gpu(*, flash: bool) -> contextlib.AbstractContextManager[None]:
     return _replaced((functional, "scaled_dot_product_attention", attention))
 
 
-class _LazyList:
-    """``list``, but for a generator, which it leaves as it is."""
-
-    def __new__(cls, every: Any) -> Any:
-        return every if isinstance(every, Iterator) else list(every)
-
-    def __class_getitem__(cls, kind: Any) -> Any:
-        return list[kind]  # type: ignore[valid-type]
-
-
 def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.AbstractContextManager[None]:
     """Scores of so many positions exist at a time, and the second of two such parts stands for all of them: of how
     many positions a question is, a trace does not know."""
 
-    def parts(of: int, at_once: int) -> Iterator[slice]:
-        assert 2 * positions <= of
-        ledger.most_scored = at_once
-        ledger.times = None
-        yield slice(0, positions)
-        ledger.begin(MORE_PARTS)
-        ledger.times = PARTS
-        yield slice(positions, 2 * positions)
-        ledger.begin("loss")
-        ledger.times = CONSTANT
+    class TwoParts(loss.Parts):
+        def __iter__(self) -> Iterator[slice]:
+            assert 2 * positions <= self.positions
+            ledger.most_scored = self.at_once
+            ledger.times = None
+            yield slice(0, positions)
+            ledger.begin(MORE_PARTS)
+            ledger.times = PARTS
+            yield slice(positions, 2 * positions)
+            ledger.begin("loss")
+            ledger.times = CONSTANT
 
-    # the parts are taken one by one, as each begins a span of the trace
-    return _replaced((loss, "parts", parts), (loss, "list", _LazyList))
+    return _replaced((loss, "Parts", TwoParts))
 
 
 def _in_one_kernel(

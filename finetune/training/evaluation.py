@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from accelerate import Accelerator
@@ -61,10 +61,12 @@ def evaluate(
     ):
         total += objective.loss_sum(model, collate(list(map(held_out.documents, places)), accelerator.device))
     model.train()
-    sums = {"loss": total} | objective.figures()
-    count = objective.count(rows=len(held_out), tokens=int(held_out.trained_tokens.sum()))
-    everyone = accelerator.reduce(torch.stack([each.float() for each in sums.values()]), "sum").tolist()
-    return {f"eval_{name}": each / count for name, each in zip(sums, everyone)}
+    figures = objective.figures()
+    mine = torch.stack([each.float() for each in (total, *chain(*figures.values()))])
+    found, *others = accelerator.reduce(mine, "sum").tolist()
+    loss = found / objective.count(rows=len(held_out), tokens=int(held_out.trained_tokens.sum()))
+    means = zip(figures, others[::2], others[1::2], strict=True)
+    return {"eval_loss": loss} | {f"eval_{name}": of_all / divisor for name, of_all, divisor in means}
 
 
 def answers(

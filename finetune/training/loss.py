@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,19 @@ LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 """What a recipe learns: a model and a micro-batch to the sum of the loss over its trained tokens, a scalar."""
 
 
+class Figure(NamedTuple):
+    """A mean in the metrics, as the parts of it that a process knows; both are scalars."""
+
+    total: torch.Tensor
+    divisor: torch.Tensor
+    """What the total of all processes is divided by: their pairs, for example."""
+
+
+def added(figure: Figure, known: Figure | None) -> Figure:
+    """The figure of two parts of a batch; of one, where nothing is known of another."""
+    return figure if known is None else Figure(figure.total + known.total, figure.divisor + known.divisor)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a recipe learns, and what the mean is of that a step divides its sum into."""
@@ -36,9 +49,8 @@ class Objective:
     loss_sum: LossSum
     per_row: bool = False
     """The loss is a mean over rows of the input, else over trained tokens."""
-    figures: Callable[[], dict[str, torch.Tensor]] = dict
-    """Other sums over this process's part of what ``loss_sum`` was called for since they were last asked for, scalars
-    by their names. Their means are in the metrics."""
+    figures: Callable[[], dict[str, Figure]] = dict
+    """Others of what ``loss_sum`` was called for on this process since they were last asked for, by their names."""
     remembers_beginning: bool = False
     """The weights that training begins with are compared with all along: a run is resumed with no others."""
 
@@ -112,6 +124,13 @@ def token_loss_sum(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> to
     )
 
 
+def token_losses(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> torch.Tensor:
+    """As ``token_loss_sum``, of each position, of shape (N,); 0 where it is not trained."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+
+
 def positions_at_once(vocabulary: int, trained: Iterable[torch.Tensor]) -> int:
     """Whose scores may exist at a time.
 
@@ -126,11 +145,17 @@ def positions_at_once(vocabulary: int, trained: Iterable[torch.Tensor]) -> int:
     return max(1, SCORES_BYTES // (4 * vocabulary)) + sums // (12 * vocabulary)
 
 
-def parts(positions: int, at_once: int) -> Iterator[slice]:
+@dataclass(frozen=True)
+class Parts:
     """Of all positions: as few as there can be, and as equal."""
-    size = largest_part(positions, at_once)
-    for start in range(0, positions, size):
-        yield slice(start, start + size)
+
+    positions: int
+    at_once: int
+
+    def __iter__(self) -> Iterator[slice]:
+        size = largest_part(self.positions, self.at_once)
+        for start in range(0, self.positions, size):
+            yield slice(start, start + size)
 
 
 def take_losses(model: PreTrainedModel) -> None:
@@ -212,7 +237,7 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
 
     def summed(hidden_ND: torch.Tensor) -> torch.Tensor:
         trained = [each for each in head.parameters() if each.requires_grad and torch.is_grad_enabled()]
-        every = list(parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained)))
+        every = Parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained))
         has_gradients = torch.is_grad_enabled() and (bool(trained) or hidden_ND.requires_grad)
         sum_of: SumOf = losses_of
         if wanted.of_all is not None:
@@ -231,7 +256,7 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
 
 
 def _counted(
-    of_all: Callable[[torch.Tensor], torch.Tensor], losses_of: SumOf, hidden_ND: torch.Tensor, every: list[slice]
+    of_all: Callable[[torch.Tensor], torch.Tensor], losses_of: SumOf, hidden_ND: torch.Tensor, every: Iterable[slice]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A function of the losses of all positions, and how much each loss counts in it: its derivative, as numbers up to
     1 and what they are multiplied by, so that none is too small or too large for gradients in fp16."""

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 
 from finetune.errors import RunStopped
 from finetune.models.flops import TrainingFlops
+from finetune.training.loss import Figure
 from finetune.units import GIB
 
 MOST_SKIPPED_IN_A_ROW = 40
@@ -63,7 +65,7 @@ class Meter:
         step: int,
         rows: Callable[[], list[str]],
         losses: torch.Tensor,
-        figures: Mapping[str, torch.Tensor],
+        figures: Mapping[str, Figure],
         divide_by: int,
         tokens: int,
         row_tokens: int,
@@ -77,8 +79,8 @@ class Meter:
         Args:
             rows: tells ``file:line`` of each row of the step, all processes; asked only if the run stops.
             losses: sum of the losses of each of this process's micro-batches, on its device.
-            figures: other sums over them, by their names.
-            divide_by: what the mean loss and figures of the step are of: its trained tokens, for example.
+            figures: of this process, by their names.
+            divide_by: what the mean loss of the step is of: its trained tokens, for example.
             tokens: trained tokens of the step, all processes.
             row_tokens: tokens of the rows, trained or not; the useful work that ``mfu`` is of.
             total_tokens: positions that the step processed, all processes, padding included.
@@ -111,8 +113,8 @@ class Meter:
         }
         device = self.accelerator.device
         memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-        others = (*figures.values(), grad_norm, memory)
-        rest = [torch.as_tensor(figure, device=device).float().reshape(1) for figure in others]
+        others = (*chain(*figures.values()), grad_norm, memory)
+        rest = [torch.as_tensor(other, device=device).float().reshape(1) for other in others]
         mine = torch.cat([losses.float(), *rest])
         finished = self.flush()
         self.unread.append((known, self.accelerator.gather(mine[None])))
@@ -125,9 +127,10 @@ class Meter:
         return finished
 
     def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
-        numbers = gathered.double()  # processes x (micro-batches, figures, gradient norm, memory)
+        # processes x (micro-batches, totals and divisors of the figures, gradient norm, memory)
+        numbers = gathered.double()
         grad_norm, peak_memory_gib = numbers[0, -2].item(), numbers[:, -1].max().item()
-        losses, figures = numbers[:, :-2].tensor_split([numbers.shape[1] - 2 - len(known["figures"])], dim=1)
+        losses, figures = numbers[:, :-2].tensor_split([numbers.shape[1] - 2 - 2 * len(known["figures"])], dim=1)
         bad = self._count_if_bad(known, losses, grad_norm)
         self.counters["left_out_steps"] += bool(bad) or known["skipped"]
         now = time.perf_counter()
@@ -150,8 +153,8 @@ class Meter:
             metrics["peak_memory_gib"] = self.peak_memory_gib = peak_memory_gib
         if self.accelerator.mixed_precision == "fp16":
             metrics["skipped_steps"] = known["skipped_steps"]
-        means = (figures.sum(0) / known["divide_by"]).tolist()
-        return metrics | (bad or dict(zip(known["figures"], means, strict=True)))
+        totals, divisors = figures.sum(0).view(-1, 2).T
+        return metrics | (bad or dict(zip(known["figures"], (totals / divisors).tolist(), strict=True)))
 
     def _count_if_bad(self, known: dict[str, Any], losses: torch.Tensor, grad_norm: float) -> dict[str, Any]:
         """What to report of a step that was left out for its figures; empty for a good one.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from finetune.config.dpo_section import Dpo
+from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
+from finetune.training.loss import Figure
 
 
 @dataclass(frozen=True)
@@ -133,17 +134,24 @@ _LOSSES: dict[str, Callable[[Pairs, Dpo], torch.Tensor]] = {
 _OF_MEANS = ("ipo", "simpo", "orpo")
 
 
-def figures_of(pairs: Pairs, section: Dpo) -> dict[str, torch.Tensor]:
-    """What people watch, of each pair; each of shape (pairs,).
+def figures_of(pairs: Pairs, section: Dpo) -> dict[str, Figure]:
+    """What people watch, with totals and divisors of shape (pairs,).
 
     A reward is beta times what the model adds to the reference's log-probability (arXiv:2305.18290, section 4);
-    ``accuracy`` is 1 where the chosen answer's is higher.
+    ``accuracy`` is the share of pairs whose chosen answer has the higher one. ``kl`` is the mean over the tokens of all
+    answers of what the model adds to the reference's log-probability: if they were samples of the model, an estimate of
+    KL(model || reference) (http://joschu.net/blog/kl-approx.html, k1).
     """
     compared = _compared(pairs, section)
     chosen, rejected = section.strength * compared.chosen_gain, section.strength * compared.rejected_gain
-    return {
+    of_pairs = {
         "reward_chosen": chosen,
         "reward_rejected": rejected,
         "reward_margin": chosen - rejected,
         "accuracy": (chosen > rejected).float(),
     }
+    found = {name: Figure(each, torch.ones_like(each)) for name, each in of_pairs.items()}
+    if section.loss not in WITHOUT_REFERENCE:
+        gain, tokens = pairs.chosen_gain + pairs.rejected_gain, pairs.chosen_tokens + pairs.rejected_tokens
+        found["kl"] = Figure(gain, tokens)
+    return found

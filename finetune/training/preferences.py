@@ -5,15 +5,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
 from finetune.data import batches
-from finetune.data.batches import IGNORED
+from finetune.data.batches import NOTHING
 from finetune.data.encoding import Row
-from finetune.training.loss import LossOfScores, Objective, trained_positions
+from finetune.training.documents import document_numbers
+from finetune.training.loss import Figure, LossOfScores, Objective, added, token_losses, trained_positions
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
 
 
@@ -39,19 +38,13 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
     Args:
         places: the two documents of each pair; none where the run has no more.
     """
-    empty = [Row(np.zeros(1, np.int32), [], "")] * 2
-    pairs = [list(documents) or empty for documents in places]
+    pairs = [list(documents) or [NOTHING] * 2 for documents in places]
     every = [document for documents in pairs for document in documents]
     next_tokens, inputs = batches.collate(pairs, device, flat=flat)
-    number = torch.arange(len(every))
-    if flat:
-        document_BT = number.repeat_interleave(torch.tensor([len(each.tokens) for each in every]))[None]
-    else:
-        document_BT = number[:, None].expand(next_tokens.shape)
     return PairedBatch(
         next_tokens,
         inputs,
-        document_BT.to(device),
+        document_numbers(every, next_tokens.shape, flat=flat).to(device),
         torch.tensor([float(max(1, each.trained_tokens)) for each in every], device=device).view(-1, 2),
         torch.tensor([each.reference for each in every], device=device).view(-1, 2),
         torch.tensor([float(len(documents) > 0) for documents in places], device=device),
@@ -59,7 +52,7 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
 
 
 class Preferences:
-    """A loss of pairs, and the sums of its figures since they were last taken."""
+    """A loss of pairs, and its figures since they were last taken."""
 
     def __init__(self, section: Dpo, adapter_off: Callable[[torch.nn.Module], AbstractContextManager[None]] | None):
         """
@@ -68,7 +61,7 @@ class Preferences:
         """
         self.section = section
         self.adapter_off = None if section.loss in WITHOUT_REFERENCE else adapter_off
-        self._sums: dict[str, torch.Tensor] = {}
+        self._figures: dict[str, Figure] = {}
 
     @property
     def objective(self) -> Objective:
@@ -90,15 +83,15 @@ class Preferences:
             (chosen, rejected), known, tokens = answers_P2.T, reference_P2.T, batch.tokens_P2.T
             pairs = Pairs(chosen, rejected, *known, *tokens)
             for name, figure in figures_of(pairs, self.section).items():
-                total = (figure.detach() * batch.is_there_P).sum()
-                self._sums[name] = self._sums[name] + total if name in self._sums else total
+                own = Figure(*((each.detach() * batch.is_there_P).sum() for each in figure))
+                self._figures[name] = added(own, self._figures.get(name))
             return (losses_of(pairs, self.section) * batch.is_there_P).sum()
 
         return _of_answers(model, batch, of_all)
 
-    def take_figures(self) -> dict[str, torch.Tensor]:
-        """Sums over the pairs since this was last called."""
-        taken, self._sums = self._sums, {}
+    def take_figures(self) -> dict[str, Figure]:
+        """Of the pairs since this was last called."""
+        taken, self._figures = self._figures, {}
         return taken
 
 
@@ -131,13 +124,6 @@ def _of_answers(
     def of_all(losses_N: torch.Tensor) -> torch.Tensor:
         return function(-torch.where(is_its_DN, losses_N, 0.0).sum(1).view(-1, 2))
 
-    wanted = LossOfScores(_token_losses, positions_N, targets_N, of_all=of_all)
+    wanted = LossOfScores(token_losses, positions_N, targets_N, of_all=of_all)
     found: torch.Tensor = model(**batch.inputs, use_cache=False, loss_of_scores=wanted)
     return found
-
-
-def _token_losses(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Of each position, of shape (N,); 0 where it is not trained."""
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="none"
-    )
