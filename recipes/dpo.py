@@ -12,8 +12,8 @@ from finetune import start_up
 if __name__ == "__main__":
     start_up.end_at_once()  # on a signal, from here on: the imports below take seconds
 
-from finetune.config import sections
-from finetune.config.dpo_section import Dpo
+from finetune.config.recipe_classes import PairedRun
+from finetune.config.sections import Recipe
 from finetune.distributed import Strategy
 from finetune.errors import refuse_if_any
 from finetune.optim.schedule import learning_rate
@@ -28,10 +28,8 @@ from finetune.training.preferences import collate
 from finetune.training.step import backward, step_if_finite
 
 
-class Config(sections.Recipe):
+class Config(PairedRun, Recipe):
     """The sections that every recipe has, and this one's own."""
-
-    dpo: Dpo = Dpo()
 
 
 def main(cfg: Config) -> None:
@@ -58,13 +56,7 @@ def main(cfg: Config) -> None:
         session.begin()  # a new run, or one brought to where it stood
         for step in session.steps():
             batch = batches.step(step)
-            rate = learning_rate(
-                step,
-                total_steps=batches.steps,
-                peak=cfg.train.learning_rate,
-                schedule=cfg.train.schedule,
-                warmup_ratio=cfg.train.warmup_ratio,
-            )
+            rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate
             losses = [

@@ -46,13 +46,7 @@ def main(cfg: Config) -> None:
         session.begin()  # a new run, or one brought to where it stood
         for step in session.steps():
             batch = batches.step(step)
-            rate = learning_rate(
-                step,
-                total_steps=batches.steps,
-                peak=cfg.train.learning_rate,
-                schedule=cfg.train.schedule,
-                warmup_ratio=cfg.train.warmup_ratio,
-            )
+            rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate
             losses = [

@@ -41,7 +41,7 @@ def main(cfg: Config) -> None:
         session.begin()
         for step in session.steps():
             batch = batches.step(step)
-            rate = learning_rate(step, total_steps=batches.steps, peak=1e-3, schedule="constant", warmup_ratio=0.0)
+            rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             losses = [

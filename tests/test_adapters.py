@@ -143,9 +143,8 @@ HEADS = {
 
 @pytest.mark.parametrize(
     ("head", "strategy"),
-    # no adapted one under FSDP2: Accelerate 1.15 cannot prepare an adapter on a tied head
     thinned(
-        [("whole", "fsdp2"), ("whole", "zero3"), ("adapted", "ddp"), ("adapted", "zero3")],
+        [("whole", "fsdp2"), ("whole", "zero3"), ("adapted", "ddp"), ("adapted", "fsdp2"), ("adapted", "zero3")],
         [("whole", "ddp"), ("whole", "zero2"), ("adapted", "zero2")],
     ),
 )

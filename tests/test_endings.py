@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from finetune.checkpoint import newest
 from finetune.checkpoint.resuming import checkpoints_at_once
 from finetune.config import sections
+from finetune.config.sections import Train
 from finetune.data import batches
 from finetune.errors import InputError, RunInterrupted, RunStopped
 from finetune.export.checkpoint_export import export
@@ -101,7 +102,7 @@ def test_run_that_goes_on_under_another_schedule_says_so_with_both_learning_rate
     train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
     all_six = [
-        learning_rate(step, total_steps=6, peak=1e-3, schedule="cosine", warmup_ratio=0.1) for step in range(1, 7)
+        learning_rate(step, 6, Train(output_dir="", learning_rate=1e-3, warmup_ratio=0.1)) for step in range(1, 7)
     ]
     first = [line["learning_rate"] for line in timeless(train(train__steps=3))]
     assert first != all_six[:3]

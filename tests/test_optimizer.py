@@ -37,6 +37,20 @@ def test_decayed_parameters_are_those_that_transformers_decays():
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_that_do_not_decay_keep_their_state_in_8_bits(tied: bool):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, tie_word_embeddings=tied))
+    groups = build(model, decay_embeddings=False).param_groups
+    (kept,) = [g for g in groups if g["weight_decay"] == 0 and g["state_bits"] == 8]
+    assert [id(p) for p in kept["params"]] == [id(model.get_input_embeddings().weight)]
+    head = id(model.get_output_embeddings().weight)
+    assert tied != (head in {id(p) for g in groups if g["weight_decay"] for p in g["params"]})
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
 def test_frozen_parameters_are_left_out():
     layer = torch.nn.Linear(2, 2)
     layer.bias.requires_grad = False

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.checkpoint.folder import checkpoints_of, leave_later_behind, remove_all
 from finetune.checkpoint.reader import Checkpoint
 from finetune.config.sections import Checkpoint as Settings
+from finetune.config.sections import Train
 from finetune.optim.optimizer import state_bytes_of_weight
 from finetune.optim.schedule import learning_rate
 from finetune.output import output_folder, run_files
@@ -188,8 +189,8 @@ def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int,
 
 def _rates(train: Mapping[str, Any], total_steps: int, steps: int) -> list[float]:
     """Learning rates of the first steps of a run, by its section ``train``."""
-    shape = {"peak": train["learning_rate"], "schedule": train["schedule"], "warmup_ratio": train["warmup_ratio"]}
-    return [learning_rate(step, total_steps=total_steps, **shape) for step in range(1, steps + 1)]
+    section = Train.model_construct(**train)  # an older run's has fewer keys
+    return [learning_rate(step, total_steps, section) for step in range(1, steps + 1)]
 
 
 def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:

@@ -57,6 +57,22 @@ def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
     return [f"adapter.{key} is set, but adapter.type is none; set adapter.type to lora, or remove it." for key in given]
 
 
+def schedule_problems(train: sections.Train) -> list[str]:
+    """Keys of the learning rate that contradict one another."""
+    default = sections.Train.model_fields["decay_ratio"].default
+    found = {
+        f"train.decay_ratio belongs to the schedule wsd, and train.schedule is {train.schedule}; leave it out.": (
+            train.schedule != "wsd" and train.decay_ratio != default
+        ),
+        "train.min_learning_rate_ratio: the schedule constant does not decay; leave it out.": (
+            train.schedule == "constant" and train.min_learning_rate_ratio > 0
+        ),
+        f"train.warmup_ratio {train.warmup_ratio:g} and train.decay_ratio {train.decay_ratio:g} are more than the "
+        "whole run; lower one of them.": (train.schedule == "wsd" and train.warmup_ratio + train.decay_ratio > 1),
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
 def question_problems(section: sections.Eval, held_out: object) -> list[str]:
     """Keys of eval that need held-out rows, where data.eval names none."""
     asks = {"prompts": isinstance(section.prompts, int) and section.prompts > 0, "exact_match": section.exact_match}

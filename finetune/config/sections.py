@@ -138,12 +138,19 @@ class Train(Section):
     planner predicts to be the fastest of those that fit the GPU."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
     """Peak learning rate of the schedule."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate decays after the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """How the learning rate decays after the warm-up. wsd: it stays at its peak, and decays at the end, over
+    decay_ratio of the steps (arXiv:2405.18392)."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Fraction of the steps used for the learning-rate warm-up."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Fraction of the steps in which wsd decays the learning rate."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The learning rate to which schedules decay, as a fraction of its peak."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of the weight matrices (L2 for SGD); none for norms, biases and DoRA's magnitudes."""
+    decay_embeddings: bool = True
+    """Whether the weight decay is that of embeddings too, and of an output head that shares their weights."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 disables clipping. Metrics report the norm before clipping either way."""
     max_bad_steps: PositiveInt = 5

@@ -6,7 +6,7 @@ sharding, generation and checkpointing see no wrapper. What is saved is PEFT's o
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,22 @@ def attach(
             parameter.data = parameter.data.to(dtype)
 
 
-def trains_tied_weights(model: PreTrainedModel, modules_to_save: list[str]) -> bool:
+def trains_tied_weights(model: PreTrainedModel, modules_to_save: Sequence[str]) -> bool:
     """Whether embedding and output head share a weight that the adapter trains: then they stay tied."""
+    return bool(_tied_names(model) & set(modules_to_save))
+
+
+def wraps_tied_weights(model: PreTrainedModel, section: sections.Adapter) -> bool:
+    """Whether the adapter puts a module of its own around a weight that embedding and output head share."""
+    targets = [] if section.targets == "all-linear" else section.targets  # to PEFT the head is none of all
+    return bool(_tied_names(model) & {*targets, *section.modules_to_save})
+
+
+def _tied_names(model: PreTrainedModel) -> set[str]:
+    """Last names of embedding and output head, if they share a weight."""
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     names = _last_names(name for name, module in model.named_modules() if any(module is m for m in both))
-    return bool(model.config.get_text_config().tie_word_embeddings and names & set(modules_to_save))
+    return names if model.config.get_text_config().tie_word_embeddings else set()
 
 
 def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:

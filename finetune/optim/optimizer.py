@@ -25,6 +25,7 @@ def build_optimizer(
     weights: str,
     fused: bool,
     rounding_seed: int,
+    decay_embeddings: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, over the trained parameters of a model.
 
@@ -34,17 +35,18 @@ def build_optimizer(
         weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
+        decay_embeddings: whether embeddings decay too, and an output head that shares their weights.
     """
-    decayed: dict[torch.nn.Parameter, None] = {}  # as ordered sets: tied weights are met twice
-    others: dict[torch.nn.Parameter, None] = {}
+    kinds: dict[torch.nn.Parameter, str] = {}  # tied weights are met twice
     for module in model.modules():
         is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
+        of_module = "kept" if isinstance(module, torch.nn.Embedding) and not decay_embeddings else "decayed"
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                (others if is_vector or key == "bias" else decayed)[parameter] = None
+                kinds.setdefault(parameter, "vector" if is_vector or key == "bias" else of_module)
     groups: list[dict[str, Any]] = [
-        {"params": list(decayed), "weight_decay": weight_decay, "state_bits": 8},
-        {"params": list(others), "weight_decay": 0.0, "state_bits": 32},
+        {"params": [each for each, its in kinds.items() if its == kind], "weight_decay": decay, "state_bits": bits}
+        for kind, decay, bits in (("decayed", weight_decay, 8), ("kept", 0.0, 8), ("vector", 0.0, 32))
     ]
     groups = [group for group in groups if group["params"]]
     if name in EIGHT_BIT:

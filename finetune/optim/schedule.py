@@ -6,34 +6,42 @@ process or per micro-batch), and nothing to save in a checkpoint.
 
 import math
 
+from finetune.config import sections
 
-def learning_rate(step: int, *, total_steps: int, peak: float, schedule: str, warmup_ratio: float) -> float:
+
+def learning_rate(step: int, total_steps: int, train: sections.Train) -> float:
     """Learning rate of one optimizer step.
 
-    Rises linearly over the first ``ceil(warmup_ratio * total_steps)`` steps without ever being 0, then
-    follows the schedule. Without warm-up it equals transformers' schedulers at the same step.
+    Rises linearly over the first ``ceil(warmup_ratio * total_steps)`` steps without ever being 0, then follows the
+    schedule. Without warm-up it equals transformers' schedulers at the same step.
 
     Args:
         step: optimizer step, from 1 to ``total_steps``.
-        peak: the highest rate, reached by the first step after the warm-up.
-        schedule: ``constant``, or ``linear`` or ``cosine`` (to 0 at the end of the run).
+        train: with the peak, which the first step after the warm-up has, and the schedule: ``constant``; ``linear``,
+            ``cosine``, or ``wsd``, which stays at the peak and decays over the last ``decay_ratio`` of the steps as
+            1 - sqrt (Haegele et al., arXiv:2405.18392). The last three end at ``min_learning_rate_ratio`` of the peak.
 
     Raises:
-        ValueError: for a step out of range or an unknown schedule.
+        ValueError: for a step out of range.
     """
     if not 1 <= step <= total_steps:
         raise ValueError(f"step {step} is outside 1..{total_steps}")
-    warmup_steps = math.ceil(warmup_ratio * total_steps)
+    warmup_steps = math.ceil(train.warmup_ratio * total_steps)
     if step <= warmup_steps:
-        return peak * step / (warmup_steps + 1)
-    progress = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)  # 0 at the first step after warm-up
-    if schedule == "constant":
-        return peak
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
-    raise ValueError(f"schedule {schedule!r} is not one of constant, linear, cosine")
+        return train.learning_rate * step / (warmup_steps + 1)
+    after = total_steps - warmup_steps
+    if train.schedule == "wsd":
+        after = min(after, math.ceil(train.decay_ratio * total_steps))
+    # 0 at the first step that decays; the rate after the last one would be the lowest
+    progress = max(0, step - 1 - (total_steps - after)) / max(1, after)
+    left = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "wsd": 1 - math.sqrt(progress),
+    }[train.schedule]
+    lowest = 0.0 if train.schedule == "constant" else train.min_learning_rate_ratio
+    return train.learning_rate * (lowest + (1 - lowest) * left)
 
 
 def is_due(step: int, every: int) -> bool:

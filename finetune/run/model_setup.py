@@ -37,7 +37,7 @@ def load_model(
         accelerator,
         launch,
         whole=spec.section.random_weights or bool(spec.quantised_bits),
-        by_every_process=adapted and adapters.trains_tied_weights(spec.skeleton, adapter.modules_to_save),
+        by_every_process=adapted and adapters.wraps_tied_weights(spec.skeleton, adapter),
     ):
         model = loading.load_model(
             spec.section.path,
@@ -77,4 +77,5 @@ def build_optimizer(
         weights=train.weights,
         fused=distributed.fuses(accelerator),
         rounding_seed=train.seed * launch.shards + launch.shard,
+        decay_embeddings=train.decay_embeddings,
     )

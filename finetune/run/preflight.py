@@ -19,6 +19,7 @@ from finetune.config.refusals import (
     batch_problems,
     position_problems,
     question_problems,
+    schedule_problems,
     unused_adapter_keys,
 )
 from finetune.data import dataset, sources, streaming
@@ -95,6 +96,7 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + question_problems(cfg.eval, cfg.data.eval)
         + unused_adapter_keys(cfg.adapter)
+        + schedule_problems(cfg.train)
     )
 
 
