@@ -7,7 +7,9 @@ import preferences
 import pytest
 import scenarios
 
-COMPARED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "accuracy", "tokens")
+from finetune.run import references
+
+COMPARED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "reward_margin", "accuracy", "kl", "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,12 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         for name in COMPARED:
+            if name == "kl" and name not in other:
+                continue  # without a reference
             if name == "accuracy" and other["loss"] == pytest.approx(0.693147, abs=1e-5):
                 continue  # rewards are 0, but for rounding
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (one["step"], name)
-    for name in ("eval_loss", "eval_reward_margin", "eval_accuracy"):
+    for name in ("eval_loss", "eval_reward_margin", "eval_accuracy", *(["eval_kl"] if "kl" in expected[-1] else [])):
         assert found[-1][name] == pytest.approx(expected[-1][name], rel=1e-4, abs=1e-5)
 
 
@@ -107,6 +111,38 @@ def test_padded_pairs_give_the_run_of_flat_ones(run: Any, alone: Any):
 
 def test_references_that_are_computed_before_are_those_of_the_adapter_off(run: Any, alone: Any):
     assert_alike(run("single", 1, adapter__type="lora", dpo__reference="cached"), alone("lora"))
+
+
+def test_references_go_on_where_a_killed_run_was(
+    run: Any,
+    alone: Any,
+    model_folder: Path,
+    pairs: Path,
+    held_out_pairs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(references, "AT_ONCE", 5)
+    computed, answers = list[int](), references.reference_answers
+
+    def counted(*args: Any) -> Any:
+        computed.append(1)
+        if len(computed) == 13:
+            raise KeyboardInterrupt
+        return answers(*args)
+
+    monkeypatch.setattr(references, "reference_answers", counted)
+    changes = {"train__steps": 6, "data__eval": str(held_out_pairs), "train__micro_batch_size": 4}
+    config = scenarios.configuration(model_folder, pairs, tmp_path / "run", **changes)
+    with pytest.raises(KeyboardInterrupt):
+        preferences.tune(config, {})
+    preferences.tune(config, {})
+    assert len(computed) == 13 + (15 + 2) - 10  # 60 pairs and 7, four at a time: ten were written
+    preferences.tune(config, {})
+    assert len(computed) == 13 + (15 + 2) - 10
+    assert_alike(scenarios.read_metrics(tmp_path / "run"), alone("none"))
 
 
 def test_a_run_resumed_under_another_strategy_goes_on_with_the_first_models_references(run: Any, alone: Any):

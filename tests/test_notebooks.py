@@ -13,6 +13,7 @@ PRINTED = {
     "01_first_run": "step 4/4  loss",
     "02_qlora_on_your_data": "Merged model:",
     "03_what_fits": "bytes for each token of a tiny layer in bf16; by the formula",
+    "04_preferences": "held-out pairs: accuracy",
 }
 
 
@@ -46,6 +47,10 @@ def test_notebook_runs_without_errors_and_warnings(path: Path):
     assert "warning" not in printed.lower()
     assert PRINTED[path.stem] in printed
     assert "\x1b" not in printed  # plain lines, not a bar drawn over and over
+    if path.stem == "04_preferences":
+        ((accuracy, margin),) = re.findall(r"held-out pairs: accuracy (\d+)%, margin (-?\d+\.\d+)\n", printed)
+        assert int(accuracy) >= 80
+        assert float(margin) > 0.5
     if path.stem == "02_qlora_on_your_data":  # the one whole run of a 4-bit model: test_demo's is shorter
         ((before, after),) = re.findall(r"held-out loss: (\d\.\d{4}) before, (\d\.\d{4}) after\n", printed)
         assert float(after) < 0.3 * float(before)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from finetune.training.preferences import reference_answers
 from finetune.units import spoken
 
 OWN_NAME = "references"
+AT_ONCE = 200
+"""Micro-batches of each process between two times that what is known is written: minutes of large models."""
 
 
 def know_references(session: Session) -> None:
     """Have each pair of a session know what the model that it begins with says of its answers. Collective.
 
     To be called once the model is prepared, and before ``begin``, which may restore another. Remembered by rows, model
-    and precision: a run that is resumed reads them.
+    and precision, while they are computed too: a run that is resumed, or started again, reads them.
     """
     batches, model = session.batches, session.cfg.model
     assert isinstance(batches, Batches)
@@ -42,43 +44,52 @@ def know_references(session: Session) -> None:
     ]
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"
     known = broadcast_object_list([_read(file, answers) if is_main else None])[0]
-    if known is None:
-        began = time.perf_counter()
-        with Preparing(shown=is_main) as tell:
-            known = np.concatenate([_computed(session, each, tell).reshape(-1) for each in every])
-        if is_main:
-            _write(file, known)
-        session.screen.say(f"reference: {answers:,} answers in {spoken(time.perf_counter() - began)}")
-    for each, its_own in zip(every, np.split(known, np.cumsum([2 * len(each) for each in every])[:-1])):
-        each.references = its_own
+    open_answers = int(np.isnan(known).sum())
+    began = time.perf_counter()
+    with Preparing(shown=is_main) as tell:
+        for each, its_own in zip(every, np.split(known, np.cumsum([2 * len(each) for each in every])[:-1])):
+            each.references = its_own
+            for places, found in _computed(session, each, tell):
+                its_own.reshape(-1, 2)[places] = found
+                if is_main:
+                    _write(file, known)
+    if open_answers:
+        session.screen.say(f"reference: {open_answers:,} answers in {spoken(time.perf_counter() - began)}")
 
 
-def _computed(session: Session, inputs: Inputs, tell: Callable[[str, int], None]) -> np.ndarray:
-    """Log-probabilities of the answers of each pair, of shape (pairs, 2)."""
+def _computed(
+    session: Session, inputs: Inputs, tell: Callable[[str, int], None]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of which nothing is known, some at a time, and log-probabilities of their answers, of shape (pairs, 2)."""
     accelerator, size, collate = session.accelerator, session.batches.micro_batch_size, session.collate
     processes = accelerator.num_processes
-    order = [*range(len(inputs)), *[EMPTY] * (-len(inputs) % (size * processes))]
+    assert inputs.references is not None
+    order = np.flatnonzero(np.isnan(inputs.references[::2])).tolist()
+    if not order:
+        return
+    order += [EMPTY] * (-len(order) % (size * processes))
     order = dealt_batch(order, inputs.lengths, size, flat=inputs.flat)
     shares = [micro_batches(order, rank=i, world_size=processes, micro_batch_size=size) for i in range(processes)]
-    own = list[torch.Tensor]()
-    for number, places in enumerate(shares[accelerator.process_index]):
-        tell("Computing what the reference model says of the answers", 2 * size * processes * number)
-        batch: Any = collate(list(map(inputs.documents, places)), accelerator.device)
-        own.append(reference_answers(session.model, batch))
-    values = accelerator.gather(torch.stack(own).float()[None]).cpu().numpy()
-    pairs = np.array(shares)
-    found = np.empty((len(inputs), 2), np.float32)
-    found[pairs[pairs != EMPTY]] = values[pairs != EMPTY]
-    return found
+    own = shares[accelerator.process_index]
+    for first in range(0, len(own), AT_ONCE):
+        values = list[torch.Tensor]()
+        for number, places in enumerate(own[first : first + AT_ONCE], start=first):
+            tell("Computing what the reference model says of the answers", 2 * size * processes * number)
+            batch: Any = collate(list(map(inputs.documents, places)), accelerator.device)
+            values.append(reference_answers(session.model, batch))
+        found = accelerator.gather(torch.stack(values).float()[None]).cpu().numpy()
+        pairs = np.array([share[first : first + AT_ONCE] for share in shares])
+        yield pairs[pairs != EMPTY], found[pairs != EMPTY]
 
 
-def _read(file: Path, answers: int) -> np.ndarray | None:
-    """What was remembered; None if nothing was, or if it was damaged."""
+def _read(file: Path, answers: int) -> np.ndarray:
+    """What was remembered, of shape (answers,); NaN where nothing was, or if it was damaged."""
+    nothing = np.full(answers, np.nan, np.float32)
     try:
         known: np.ndarray = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
-        return None
-    return known if known.shape == (answers,) and np.isfinite(known).all() else None
+        return nothing
+    return known if (known.shape, known.dtype) == (nothing.shape, nothing.dtype) else nothing
 
 
 def _write(file: Path, known: np.ndarray) -> None:
