@@ -29,6 +29,7 @@ from benchmarks import (
     kills,
     parity_table,
     plan_example,
+    pretrain_tiny,
     resume_table,
     step_report,
     template_table,
@@ -66,6 +67,7 @@ PARTS = {
     "kills table": Part("docs/checkpoints.md", lambda: kills.table(recorded(kills.RESULTS)["runs"])),
     "TRL table": Part("docs/comparisons.md", lambda: trl_reference.table(recorded(trl_reference.RESULTS))),
     "DPO table": Part("docs/comparisons.md", lambda: dpo_reference.table(recorded(dpo_reference.RESULTS))),
+    "pretraining table": Part("docs/pretraining.md", lambda: pretrain_tiny.table(recorded(pretrain_tiny.RESULTS))),
     "step table": Part("docs/comparisons.md", lambda: step_report.markdown(step_report.recorded())),
     "data speed table": Part(
         "docs/comparisons.md", lambda: data_preparation.speed_table(recorded(data_preparation.RESULTS)["speed"])

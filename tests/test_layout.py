@@ -25,9 +25,9 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 def test_there_are_files_to_check():
     assert len(STRATEGIES) == 10
-    assert len(CONFIGS) == 15
+    assert len(CONFIGS) == 18
     assert len(LIBRARY) >= 30
-    assert len(RECIPES) == 2
+    assert len(RECIPES) == 3
 
 
 def test_every_strategy_file_is_trained_by_the_parity_tests():

@@ -21,7 +21,7 @@ NAMING = {
 
 
 def test_every_configuration_for_a_gpu_names_one():
-    assert len(NAMING) == 11
+    assert len(NAMING) == 12
     for_a_gpu = [
         path
         for path in (ROOT / "recipes" / "configs").rglob("*.yaml")
@@ -47,3 +47,14 @@ def test_configuration_fits_the_gpus_that_it_names(
 ):
     monkeypatch.chdir(ROOT)
     assert verdicts(path, tmp_path, capsys) == ["fits"]
+
+
+def test_pretraining_of_12_billion_weights_is_planned_on_six_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(ROOT)
+    words = "plan --config recipes/configs/geniac_12b.yaml --gpus 6x8xH100 --strategy fsdp2 --json"
+    assert commands.main(words.split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["verdict"] for row in answer["rows"]] == ["fits"]
+    assert "recipes/pretrain.py" in answer["command"]

@@ -17,13 +17,15 @@ from finetune.cli.data_report.report_tables import print_report
 from finetune.cli.data_report.wording import verdict
 from finetune.config import sections
 from finetune.config.command_line import parse
-from finetune.config.recipe_classes import PairedRun, class_of
+from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of
 from finetune.config.refusals import batch_problems
+from finetune.config.token_budget import in_rows
 from finetune.data import dataset
 from finetune.data.rows import Rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.models.spec import ModelSpec
+from finetune.run.corpus import corpus_problems
 from finetune.run.inputs import load_tokenizer, settings_of
 from finetune.run.pairs import pair_problems
 from finetune.run.preflight import configuration_problems, model_problems, row_problems
@@ -97,7 +99,8 @@ def _report(
     train_sources = dataset.named_sources(cfg.data.train)
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
-    refuse_if_any(configuration_problems(cfg) + (pair_problems(cfg, cfg.dpo) if isinstance(cfg, PairedRun) else []))
+    refuse_if_any(configuration_problems(cfg) + _problems_of_recipe(cfg))
+    cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) else cfg
     launch = distributed.Strategy.from_environment()
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
     dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
@@ -132,6 +135,12 @@ def _report(
         shown_rows=shown_rows,
         shown_left_out=shown_left_out,
     )
+
+
+def _problems_of_recipe(cfg: sections.Run) -> list[str]:
+    if isinstance(cfg, PairedRun):
+        return pair_problems(cfg, cfg.dpo)
+    return corpus_problems(cfg) if isinstance(cfg, CorpusRun) else []
 
 
 def problems_of_a_run(

@@ -2,5 +2,6 @@
 
 ``sections`` (every key, its type and its meaning), ``command_line`` (YAML and flags to sections), ``compatibility``
 (which strategy goes with which quantisation, adapter and optimizer), ``refusals`` (what else cannot be asked for),
-``dpo_section`` (the keys of one recipe), ``recipe_classes`` (which recipe a configuration is for).
+``dpo_section`` and ``pretrain_section`` (the keys of one recipe), ``recipe_classes`` (which recipe a configuration is
+for), ``token_budget`` (tokens to rows and steps).
 """

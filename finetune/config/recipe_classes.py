@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from finetune.config.dpo_section import Dpo
+from finetune.config.pretrain_section import Budget, Corpus, Pretrain
 from finetune.config.sections import Run
 
 
@@ -15,25 +16,48 @@ class PairedRun(Run):
     dpo: Dpo = Dpo()
 
 
+class CorpusRun(Run):
+    """A run of ``recipes/pretrain.py``."""
+
+    data: Corpus
+    train: Budget
+    pretrain: Pretrain = Pretrain()
+
+
+SCRIPTS: dict[type[Run], str] = {
+    PairedRun: "recipes/dpo.py",
+    CorpusRun: "recipes/pretrain.py",
+    Run: "recipes/sft.py",
+}
+"""The recipes as they are launched; the one that knows least comes last."""
+
+
 def class_of(arguments: Sequence[str]) -> type[Run]:
-    """The class that a recipe's arguments are read with: ``PairedRun`` where they have a section or a flag of its own.
+    """The class that a recipe's arguments are read with: the one that knows a section or a key of its own among them.
 
     Args:
         arguments: ``--config FILE`` and flags. A file that cannot be read is for the parser to refuse.
     """
     file = config_file(arguments)
-    if any(word.startswith("--dpo.") for word in arguments):
-        return PairedRun
+    given = {word[2:].partition("=")[0] for word in arguments if word.startswith("--")}
     try:
         contents = None if file is None else yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return Run
-    return PairedRun if isinstance(contents, dict) and "dpo" in contents else Run
+        contents = None
+    for section, values in contents.items() if isinstance(contents, dict) else ():
+        given |= {section, *(f"{section}.{key}" for key in (values if isinstance(values, dict) else ()))}
+    return next((kind for kind in SCRIPTS if given & (_keys(kind) - _keys(Run))), Run)
+
+
+def _keys(kind: type[Run]) -> set[str]:
+    """Sections, and keys as ``section.key``."""
+    sections = {name: field.annotation for name, field in kind.model_fields.items()}
+    return {*sections, *(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields)}  # type: ignore[union-attr]
 
 
 def script_of(run: Run) -> str:
     """The recipe, as it is launched."""
-    return f"recipes/{'dpo' if isinstance(run, PairedRun) else 'sft'}.py"
+    return next(script for kind, script in SCRIPTS.items() if isinstance(run, kind))
 
 
 def config_file(arguments: Sequence[str]) -> str | None:

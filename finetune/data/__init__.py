@@ -4,5 +4,6 @@ In order of processing: ``sources`` (files and hub datasets, record by record), 
 to a conversation), ``templates``, ``template_process`` and ``chat_template`` (a conversation to text, and the
 assistant's part of it), ``encoding`` (text to tokens and spans), ``encoding_workers`` (on all cores), ``rows`` (into
 the cache, and read back), ``dataset`` (the rows of a run), ``streaming`` (rows without a cache), ``packing`` and
-``sampler`` (which rows in which step), ``batches`` (the rows of a step, and their tensors).
+``concatenation`` (documents that share rows), ``sampler`` (which rows in which step), ``batches`` (the rows of a step,
+and their tensors).
 """

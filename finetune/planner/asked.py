@@ -8,8 +8,9 @@ from pathlib import Path
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
-from finetune.config.recipe_classes import PairedRun, class_of, config_file, script_of
+from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
+from finetune.config.token_budget import budget_problems, in_rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
@@ -87,6 +88,9 @@ class _Read:
 def _read(arguments: Sequence[str], options: Options) -> _Read:
     refuse_if_any(problems(options))
     cfg = parse(class_of(arguments), [*arguments, *words_of(given_flags(arguments, options))])
+    if isinstance(cfg, CorpusRun):
+        refuse_if_any(budget_problems(cfg))
+        cfg = in_rows(cfg)
     machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
     precision, notes = _precision(options, machines)
     notes += tuple(filter(None, [caveat(machines.gpu)]))

@@ -83,7 +83,7 @@ class Setting:
             precision=precision,
             row_tokens=row_tokens,
             fused=cfg.model.kernels == "auto",
-            layout="packed" if cfg.data.packing else "flat" if flat else "padded",
+            layout="packed" if cfg.data.packing is True else "flat" if flat else "padded",
             flash=flash,
         )
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.cli.data_report.lengths import LengthFigures, length_figures
 from finetune.cli.data_report.row_text import ShownRow, shown_row, spread
 from finetune.data.batches import Batches, Inputs
+from finetune.data.concatenation import Concatenated
 from finetune.data.dataset import rejected_lines, rejected_problem, shared_with
 from finetune.data.formats import SIDES
 from finetune.data.rows import Rows
@@ -111,8 +112,8 @@ class Report:
     tokens: TokenFigures
     max_length: int
     lengths: LengthFigures
-    packing: bool
-    """Whether the configuration packs."""
+    packing: bool | Literal["concatenate"]
+    """How the configuration packs; with ``concatenate`` documents are cut wherever a row is full."""
     paired: bool
     """Whether every two rows are a chosen and a rejected answer, which the model reads as one row."""
     unpacked: InputFigures
@@ -142,7 +143,7 @@ def report(
     train_sources: Sequence[Source],
     held_out_sources: Sequence[Source],
     max_length: int,
-    packing: bool,
+    packing: bool | Literal["concatenate"],
     paired: bool,
     flat: bool,
     global_batch_size: int,
@@ -216,7 +217,7 @@ def report(
         packing=packing,
         paired=paired,
         unpacked=_input_figures(Batches(train, packing=False, paired=paired, flat=flat, **run), tokens_per_second),
-        packed=None if paired else _input_figures(Batches(train, packing=True, flat=True, **run), tokens_per_second),
+        packed=None if paired else _input_figures(_packed(train, packing, run), tokens_per_second),
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size or global_batch_size,
         micro_batch_is_open=micro_batch_size is None,
@@ -233,6 +234,12 @@ def report(
         ],
         refusal=" ".join([*rejects, *problems]) or None,
     )
+
+
+def _packed(rows: Rows, packing: bool | Literal["concatenate"], run: dict[str, Any]) -> Batches:
+    if packing == "concatenate":
+        return Batches(Concatenated(rows, run["max_length"]), packing=False, flat=True, **run)
+    return Batches(rows, packing=True, flat=True, **run)
 
 
 def _added_up(stores: Sequence[Rows], counts: str) -> dict[str, int]:

@@ -104,7 +104,8 @@ def packing_table(report: Report) -> tuple[list[str], list[list[str]]]:
     both = [report.unpacked]
     heads = ["", "pairs"]
     if report.packed is not None:
-        both, heads = [report.unpacked, report.packed], ["", "one per row", "packed"]
+        packed = "concatenated" if report.packing == "concatenate" else "packed"
+        both, heads = [report.unpacked, report.packed], ["", "one per row", packed]
         heads[2 if report.packing else 1] += " (chosen)"
     micro_batch = f"micro-batch of {'up to ' if report.micro_batch_is_open else ''}{report.micro_batch_size}"
     rows = [
