@@ -44,8 +44,8 @@ STARTING_PROCESSES = {
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
 ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_up"}
 """Files in which instants count; marked ``alone``."""
-HALVED = {"test_adapters", "test_parity"}
-"""Files whose runs take half as many steps, but where proofs are recorded."""
+SHORTER = {"test_adapters": 5, "test_parity": 10}
+"""Steps of the runs of a file, but where proofs are recorded."""
 LONGEST = [
     "test_notebooks",
     "test_demo",
@@ -64,6 +64,8 @@ LONGEST = [
     "test_fp16",
     "test_not_finite",
     "test_mutations",
+    "test_dpo",
+    "test_pretrain",
 ]
 """Files that take longest, which run first: two workers then end at about the same time."""
 
@@ -78,9 +80,9 @@ def one_process_renders() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def steps_of_a_run(request: pytest.FixtureRequest) -> None:
-    """Half as many in `make test`, where nothing that a file shows needs the other half."""
-    halved = request.module.__name__ in HALVED and not request.config.option.record_proofs
-    scenarios.STEPS = scenarios.PROVEN_STEPS // 2 if halved else scenarios.PROVEN_STEPS
+    """Fewer in `make test`, where nothing that a file shows needs the others."""
+    fewer = SHORTER.get(request.module.__name__, scenarios.PROVEN_STEPS)
+    scenarios.STEPS = scenarios.PROVEN_STEPS if request.config.option.record_proofs else fewer
 
 
 @pytest.fixture(scope="session")

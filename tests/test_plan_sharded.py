@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,15 @@ def step(uneven_model: Path) -> "Iterator[Future[Step]]":
         yield found[""]
 
 
-@pytest.fixture
-def held(ranks: Any, uneven_model: Path, conversations: Path, tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def held(ranks: Any, uneven_model: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What real processes hold at a point."""
+    folder = tmp_path_factory.mktemp("held")
 
+    @cache
     def run(strategy: str, world_size: int, adapter: str) -> list[dict[str, Any]]:
         changes = {"adapter__type": adapter} | ({"adapter__rank": 3} if adapter == "lora" else {})
-        config = scenarios.configuration(uneven_model, conversations, tmp_path / "run", train__steps=2, **changes)
+        config = scenarios.configuration(uneven_model, conversations, folder / "run", train__steps=2, **changes)
         everyone = ranks(world_size).run(live_bytes.bytes_held, config, strategy=strategy, mixed_precision="bf16")
         assert len(everyone) == world_size
         return everyone
