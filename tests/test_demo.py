@@ -27,9 +27,10 @@ def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
     assert result.stdout == f"{tmp_path / 'finetune' / 'SmolLM2-135M-Instruct'}\n"
 
 
-def test_a_quarter_of_the_demo_lowers_the_held_out_loss_by_a_third_and_answers_most_of_the_held_out_rows(tmp_path: Path):
+def test_a_quarter_of_the_demo_lowers_the_held_out_loss_by_a_third_and_answers_half_of_the_rows(tmp_path: Path):
     environment = Path(sys.prefix)
-    command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", "DEMO_FLAGS=--train.epochs 0.5", f"VENV={environment}"]
+    quarter = "DEMO_FLAGS=--train.epochs 0.5"
+    command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", quarter, f"VENV={environment}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     metrics = read_metrics(tmp_path / "demo")

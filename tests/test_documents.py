@@ -34,8 +34,10 @@ from finetune.cli import commands
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
+from finetune.config.recipe_classes import class_of
 from finetune.data import formats
 from finetune.planner.optimizer_state import Trained, state_tensors
+from recipes import pretrain
 from recipes.sft import Config
 
 ROOT = Path(__file__).parent.parent
@@ -214,10 +216,8 @@ def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(commands, name, lambda options: taken.append(options) or 0)
     assert commands.main(arguments) == 0
     [options] = taken
-    if options.verb == "data":
-        parse(sections.Run, options.others)
-    if options.verb == "plan" and options.others:
-        parse(sections.Run, options.others)
+    if options.verb in ("data", "plan") and options.others:
+        parse(class_of(options.others), options.others)
 
 
 def check_module(arguments: list[str]) -> None:
@@ -297,10 +297,12 @@ def keys(document: str) -> list[tuple[str, str | None]]:
 
 def problems_of_key(key: str, value: str | None) -> str:
     section, name = key.split(".")
-    if name not in Config.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
+    every: tuple[Any, ...] = (Config, pretrain.Config)
+    knowing = [known for known in every if name in known.model_fields[section].annotation.model_fields]
+    if not knowing:
         return f"{key} is no key"
     try:
-        parse(Config, ["--config", SAMPLE, *([f"--{key}", value] if value else [])])
+        parse(knowing[0], ["--config", SAMPLE, *([f"--{key}", value] if value else [])])
     except ValueError as error:
         return str(error)
     return ""
