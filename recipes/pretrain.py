@@ -1,7 +1,7 @@
 """Pretraining of a causal language model on a corpus of texts: from random weights, or continued from a model.
 
   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 \\
-    recipes/pretrain.py --config recipes/configs/pretrain_tiny.yaml --train.tokens 1e7
+    recipes/pretrain.py --config recipes/configs/llama3.2_1b_continued.yaml --train.tokens 1e9
 
 The strategy file decides how the work is spread, and never changes the result. Without the launcher,
 `python recipes/pretrain.py ...` runs on one process.

@@ -236,7 +236,9 @@ def test_depth_scaled_weights_are_smaller_where_they_write_into_the_residual_str
         assert torch.equal(one * factor, other), name
     linear: Any = torch.nn.Linear(2, 2)
     linear.config = config
-    with pytest.raises(InputError, match=r"pretrain\.depth_scaled: Linear has no matrix named o_proj"):
+    with pytest.raises(
+        InputError, match=r"pretrain\.depth_scaled: Linear has 0 matrices named o_proj.* two for each of its 2 layers"
+    ):
         scale_by_depth(linear)
 
 

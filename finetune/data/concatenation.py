@@ -49,11 +49,6 @@ class Concatenated(Rows):
         return Row(tokens, [(1, len(tokens))], source, uncut_tokens=len(tokens))
 
     @property
-    def copy(self) -> np.ndarray:
-        """Rows are as they come: none is a repetition of another."""
-        return np.zeros(len(self), np.int32)
-
-    @property
     def fingerprint(self) -> str:
         """Hash of tokens, in order, and of where they are cut."""
         return key_of([self.documents.fingerprint, self.length])

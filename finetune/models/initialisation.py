@@ -19,19 +19,19 @@ def scale_by_depth(model: PreTrainedModel) -> int:
         How many matrices there were.
 
     Raises:
-        InputError: if the model has none that is known by its name.
+        InputError: if not two of each layer are known by their names.
     """
-    factor = (2 * model.config.get_text_config().num_hidden_layers) ** -0.5
+    layers = model.config.get_text_config().num_hidden_layers
     found = [
         parameter
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and name.removesuffix(".weight").rpartition(".")[2] in INTO_THE_RESIDUAL
     ]
-    if not found:
+    if len(found) < 2 * layers:  # of attention and of the MLP
         raise InputError(
-            f"pretrain.depth_scaled: {type(model).__name__} has no matrix named {', '.join(INTO_THE_RESIDUAL)}; set it "
-            "to false."
+            f"pretrain.depth_scaled: {type(model).__name__} has {len(found)} matrices named "
+            f"{', '.join(INTO_THE_RESIDUAL)}, and not two for each of its {layers} layers; set it to false."
         )
     for parameter in found:
-        parameter.mul_(factor)
+        parameter.mul_((2 * layers) ** -0.5)
     return len(found)

@@ -45,16 +45,17 @@ def know_references(session: Session) -> None:
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"
     known = broadcast_object_list([_read(file, answers) if is_main else None])[0]
     open_answers = int(np.isnan(known).sum())
-    began = time.perf_counter()
+    began, problem = time.perf_counter(), None
     with Preparing(shown=is_main) as tell:
         for each, its_own in zip(every, np.split(known, np.cumsum([2 * len(each) for each in every])[:-1])):
             each.references = its_own
             for places, found in _computed(session, each, tell):
                 its_own.reshape(-1, 2)[places] = found
-                if is_main:
-                    _write(file, known)
+                problem = _write(file, known) if is_main else None
     if open_answers:
         session.screen.say(f"reference: {open_answers:,} answers in {spoken(time.perf_counter() - began)}")
+    if problem:
+        session.screen.say(f"reference: {file} cannot be written ({problem}); a run that is resumed computes it again")
 
 
 def _computed(
@@ -92,13 +93,14 @@ def _read(file: Path, answers: int) -> np.ndarray:
     return known if (known.shape, known.dtype) == (nothing.shape, nothing.dtype) else nothing
 
 
-def _write(file: Path, known: np.ndarray) -> None:
-    """Remember; where the folder cannot be written, a run that is resumed computes again."""
+def _write(file: Path, known: np.ndarray) -> str | None:
+    """Remember; returns why not, where the folder cannot be written."""
     work = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with work.open("wb") as opened:
             np.save(opened, known, allow_pickle=False)
         work.rename(file)
-    except OSError:
-        return
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
