@@ -88,8 +88,8 @@ def scheduler_stepped_by_every_process(config: Any) -> Iterator[None]:
 
     original, world_size = sft.learning_rate, distributed.Strategy.from_environment().world_size
 
-    def too_fast(step: int, *, total_steps: int, **kwargs: Any) -> float:
-        return original(min(1 + (step - 1) * world_size, total_steps), total_steps=total_steps, **kwargs)
+    def too_fast(step: int, total_steps: int, train: Any) -> float:
+        return original(min(1 + (step - 1) * world_size, total_steps), total_steps, train)
 
     with mock.patch.object(sft, "learning_rate", too_fast):
         yield
