@@ -25,6 +25,7 @@ from finetune.run.inputs import load_tokenizer
 from finetune.run.preflight import as_restarted, check
 from finetune.run.resumption import is_finished
 from finetune.run.session import Session
+from finetune.training.accumulation import accumulate
 from finetune.training.pretraining import Pretraining
 from finetune.training.step import backward, step_if_finite
 
@@ -36,7 +37,7 @@ class Config(CorpusRun, Recipe):
 def main(cfg: Config) -> None:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
-    refuse_if_any(corpus_problems(cfg))
+    refuse_if_any(corpus_problems(cfg, launch.world_size))
     cfg = in_rows(cfg)
     spec = check(cfg, launch)  # all that can be refused before anything is loaded or written
 
@@ -55,6 +56,7 @@ def main(cfg: Config) -> None:
         session.begin()  # a new run, or one brought to where it stood
         for step in session.steps():
             batch = batches.step(step)
+            accumulate(session.accelerator, model, len(batch.places) // batches.micro_batch_size)
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate

@@ -6,7 +6,34 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny
+
+from finetune.data.batches import Batches
+from finetune.data.encoding import Row
+from finetune.data.rows import Rows
+
+
+class Sized(Rows):
+    """Rows of so many tokens each, which are nowhere on disk."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.folder, self.chosen, self.summary = Path("nowhere"), None, {}
+        self.lengths = np.array(lengths, np.int32)
+        self.trained_tokens = self.lengths - 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Row:
+        length = int(self.lengths[index])
+        return Row(np.full(length, index, np.int32), [(1, length)], f"row {index}")
+
+
+def batches_of_lengths(lengths: list[int], steps: int, rows: int) -> Batches:
+    """Batches of so many rows, of documents of so many tokens."""
+    form: dict[str, Any] = {"packing": False, "flat": True, "max_length": 100, "epochs": 1.0, "seed": 0}
+    return Batches(Sized(lengths), steps=steps, global_batch_size=rows, micro_batch_size=1, **form)
 
 
 def write_texts(path: Path, rows: int, seed: int = 0) -> Path:

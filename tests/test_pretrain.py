@@ -14,16 +14,19 @@ import scenarios
 import tiny
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from test_reference import RecordingTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from benchmarks import pretrain_tiny
 from finetune.cli import commands
 from finetune.config.command_line import parse
-from finetune.config.token_budget import in_rows
+from finetune.config.token_budget import Stage, in_rows, stages_of
 from finetune.data import dataset
 from finetune.data.encoding import Settings
-from finetune.data.sampler import global_batch
+from finetune.data.sampler import EMPTY, global_batch
+from finetune.data.stages import Staged
 from finetune.errors import InputError
 from finetune.models.initialisation import scale_by_depth
 from finetune.run.corpus import corpus_problems
@@ -34,6 +37,13 @@ ROOT = Path(__file__).parent.parent
 TINY_MODEL = ROOT / "recipes" / "models" / "pretrain_tiny"
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare_400k.txt"
 COMPARED = ("loss", "grad_norm", "tokens", "total_tokens")
+GROWING = {
+    "train__steps": None,
+    "train__tokens": 3000,
+    "train__global_batch_tokens": 384,
+    "train__batch_warmup": [{"until_tokens": 1000, "global_batch_tokens": 192}],
+}
+"""6 steps of 4 rows, then 5 of 8: at 1,152 and at 3,072 tokens, the first that are enough."""
 HELD_OUT = ("loss", "bits_per_byte", "loss/a.jsonl", "loss/b.jsonl", "bits_per_byte/a.jsonl", "bits_per_byte/b.jsonl")
 
 
@@ -95,6 +105,81 @@ def test_documents_that_are_kept_apart_do_not_see_one_another(run: Any, alone: A
     apart = run("fsdp2", 2, data__packing=True, pretrain__depth_scaled=True)
     assert apart[0]["loss"] != alone[0]["loss"]
     assert_alike(apart, run("single", 1, data__packing=True, pretrain__depth_scaled=True))
+
+
+@pytest.fixture(scope="module")
+def changing(run: Any, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run whose batches grow, and whose sources change."""
+    other = corpora.write_texts(tmp_path_factory.mktemp("other") / "other.jsonl", rows=9, seed=7)
+    return GROWING | {"data__stages": [{"from_tokens": 2000, "train": str(other)}]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3_offload"])
+def test_a_run_whose_batches_and_sources_change_is_that_of_one_process(strategy: str, run: Any, changing: Any):
+    expected = run("single", 1, **changing)
+    rows = [-(-line["total_tokens"] // 48) for line in expected]  # of which the last one of a mix is shorter
+    assert rows == [4] * 6 + [8] * 5
+    found = run(strategy, 2, f"changing-{strategy}", **changing)
+    assert_alike(found, expected)
+
+
+def test_a_run_resumes_in_any_of_its_stages_under_another_strategy(run: Any, changing: Any):
+    expected = run("single", 1, **changing)
+    every = changing | {"checkpoint__every": 1, "checkpoint__keep": 20}
+    run("fsdp2", 2, "stages", **every)
+    for step, strategy in ((5, "zero3"), (6, "ddp"), (9, "zero2")):
+        folder = run.folder / "stages" / "checkpoints" / f"step-{step:08d}"
+        assert_alike(run(strategy, 2, f"from-{step}", **every, checkpoint__resume=str(folder)), expected[step:])
+
+
+def test_another_warm_up_of_the_batch_is_another_run(run: Any, changing: Any):
+    run("single", 1, "first", **changing, checkpoint__every=3)
+    later = changing | {"train__batch_warmup": [{"until_tokens": 1500, "global_batch_tokens": 192}]}
+    with pytest.raises(AssertionError, match="the run would not continue as it began"):
+        run("single", 1, "first", **later, checkpoint__resume="auto", train__overwrite=False)
+
+
+def test_stages_are_those_that_the_docstring_says():
+    warmup = [{"until_tokens": 21_000, "global_batch_tokens": 4_000}]
+    staged: dict[str, Any] = {"train__tokens": 100_000, "train__global_batch_tokens": 10_000, "train__steps": None}
+    staged |= {"train__batch_warmup": warmup, "data__stages": [{"from_tokens": 50_000, "train": "b"}]}
+    values = corpora.values_of(Path("m"), Path("t"), Path("o"), **staged, data__max_length=1000)
+    cfg = Config.model_validate(values)
+    assert stages_of(cfg) == [Stage(6, 4, 0), Stage(3, 10, 0), Stage(5, 10, 1)]
+    assert in_rows(cfg).train.steps == 14
+
+
+@given(data=st.data())
+def test_a_growing_batch_trains_the_rows_of_a_constant_one_in_their_order(data: st.DataObject):
+    """Of one mix; and the steps of every mix together train each of its rows before any twice."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    stages = [Stage(data.draw(st.integers(1, 5)), rows, 0) for rows in sizes]
+    lengths = data.draw(st.lists(st.integers(2, 9), min_size=1, max_size=30))
+    staged = Staged(stages, lambda mix, steps, rows: corpora.batches_of_lengths(lengths, steps, rows))
+    assert staged.steps == sum(stage.steps for stage in stages)
+    trained = [place for step in range(1, staged.steps + 1) for place in staged.step(step).places]
+    total = sum(stage.steps * stage.rows for stage in stages)
+    constant = corpora.batches_of_lengths(lengths, total, 1)
+    expected = [place for step in range(1, total + 1) for place in constant.step(step).places]
+    for first in range(0, total, staged.unit):
+        unit = slice(first, first + staged.unit)
+        assert sorted(trained[unit]) == sorted(expected[unit])
+
+
+def test_mixes_are_streams_that_go_on_and_rows_know_theirs():
+    stages = [Stage(2, 2, 0), Stage(1, 4, 1), Stage(1, 4, 0)]
+    lengths = [[3, 4, 5, 6, 7], [9, 9, 9]]
+    staged = Staged(stages, lambda mix, steps, rows: corpora.batches_of_lengths(lengths[mix], steps, rows))
+    placed = [staged.step(step).places for step in range(1, 5)]
+    assert [len(places) for places in placed] == [2, 2, 4, 4]
+    assert {place for places in placed[:2] + placed[3:] for place in places} == {0, 1, 2, 3, 4}
+    assert set(placed[2]) == {5, 6, 7}
+    assert [len(staged.documents(place)[0].tokens) for place in range(8)] == lengths[0] + lengths[1]
+    assert staged.documents(EMPTY) == []
+    assert [len(document.tokens) for row in staged.heaviest() for document in row] == [9]
+    assert [staged.rows[place].tokens.size for place in range(8)] == lengths[0] + lengths[1]
+    with pytest.raises(IndexError, match="there are 8 rows"):
+        staged.rows[8]
 
 
 @pytest.mark.slow
@@ -282,11 +367,33 @@ def test_tokens_that_are_no_number_are_refused(text: str):
         ({"data__format": "messages"}, "data.format messages: a corpus is of texts"),
         ({"eval__exact_match": True}, "eval.exact_match: a text has no answer"),
         ({"train__tokens": 100, "train__global_batch_tokens": 96}, None),
+        (GROWING, None),
+        (GROWING | {"train__tokens": None}, "train.batch_warmup: until_tokens are tokens of the run; say how long"),
+        (GROWING | {"train__tokens": 900}, "until_tokens 1,000 is not reached in train.tokens 900; leave it out"),
+        (GROWING | {"train__global_batch_tokens": None}, "ends at a batch in tokens; set train.global_batch_tokens"),
+        (GROWING | {"train__micro_batch_size": "auto"}, "with train.batch_warmup set a number"),
+        (
+            GROWING | {"train__micro_batch_size": 4},
+            "192 tokens do not divide into micro-batches of 4 rows",
+        ),
+        (
+            GROWING | {"train__batch_warmup": [{"until_tokens": 500, "global_batch_tokens": 100}]},
+            "train.batch_warmup: global_batch_tokens 100 is no multiple of data.max_length 48; set it to 96",
+        ),
+        (GROWING | {"data__stages": [{"from_tokens": 960, "train": "b"}]}, None),
+        (
+            GROWING | {"data__stages": [{"from_tokens": 960, "train": "b"}, {"from_tokens": 900, "train": "c"}]},
+            "data.stages: from_tokens 960, 900: each must be above the one before",
+        ),
+        (
+            GROWING | {"data__stages": [{"from_tokens": 960, "train": "b"}], "data__eval": 0.1},
+            "data.eval 0.1 is taken out of data.train, and data.stages may train what it took",
+        ),
     ],
 )
 def test_keys_that_contradict_a_corpus_are_refused(changes: dict[str, Any], said: str | None):
     values = corpora.values_of(Path("m"), Path("t"), Path("o"), **{"train__steps": None} | changes)
-    problems = corpus_problems(Config.model_validate(values))
+    problems = corpus_problems(Config.model_validate(values), 2)
     assert len(problems) == (said is not None)
     assert all(str(said) in problem for problem in problems)
 
@@ -327,3 +434,14 @@ def test_finetune_data_shows_the_rows_that_a_run_would_have(
     assert "concatenated (chosen)" in capsys.readouterr().out
     assert commands.main(["data", "--config", str(tmp_path / "config.yaml"), "--train.steps", "3"]) == 2
     assert "train.tokens and train.steps both say how long the run is" in capsys.readouterr().err
+
+
+def test_finetune_data_reads_the_sources_of_every_stage(
+    model_folder: Path, texts: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stages = [{"from_tokens": 1000, "train": str(texts)}, {"from_tokens": 2000, "train": str(conversations)}]
+    values = corpora.values_of(model_folder, texts, tmp_path / "run", **GROWING, data__stages=stages)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert commands.main(["data", "--config", str(tmp_path / "config.yaml"), "--json"]) == 0
+    problem = json.loads(capsys.readouterr().out)["refusal"]
+    assert problem.startswith(f"data.stages 2: {conversations}: rows of the format messages were found")

@@ -25,7 +25,7 @@ from finetune.data.rows import Rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.models.spec import ModelSpec
-from finetune.run.corpus import corpus_problems
+from finetune.run.corpus import corpus_problems, stage_problems, text_problems
 from finetune.run.inputs import load_tokenizer, settings_of
 from finetune.run.pairs import pair_problems
 from finetune.run.preflight import configuration_problems, model_problems, row_problems
@@ -99,9 +99,9 @@ def _report(
     train_sources = dataset.named_sources(cfg.data.train)
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
-    refuse_if_any(configuration_problems(cfg) + _problems_of_recipe(cfg))
-    cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) else cfg
     launch = distributed.Strategy.from_environment()
+    refuse_if_any(configuration_problems(cfg) + _problems_of_recipe(cfg, launch.world_size))
+    cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) else cfg
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
     dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
@@ -111,6 +111,9 @@ def _report(
     with Preparing(shown=shows_progress) as tell:
         # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
+    found = problems_of_a_run(cfg, launch, spec, tokenizer, rows, held_out_rows)
+    if isinstance(cfg, CorpusRun):
+        found += text_problems(rows, held_out_rows) + stage_problems(cfg, tokenizer, spec)
     speed = measured_speed(Path(cfg.train.output_dir)) if tokens_per_second is None else tokens_per_second
     given = f"measured in {cfg.train.output_dir}" if tokens_per_second is None else "as given"
     return report(
@@ -129,7 +132,7 @@ def _report(
         steps=cfg.train.steps,
         seed=cfg.train.seed,
         skips_bad_rows=cfg.data.on_bad_row == "skip",
-        problems=problems_of_a_run(cfg, launch, spec, tokenizer, rows, held_out_rows),
+        problems=found,
         tokens_per_second=speed,
         speed_from=None if speed is None else given,
         shown_rows=shown_rows,
@@ -137,10 +140,10 @@ def _report(
     )
 
 
-def _problems_of_recipe(cfg: sections.Run) -> list[str]:
+def _problems_of_recipe(cfg: sections.Run, world_size: int) -> list[str]:
     if isinstance(cfg, PairedRun):
         return pair_problems(cfg, cfg.dpo)
-    return corpus_problems(cfg) if isinstance(cfg, CorpusRun) else []
+    return corpus_problems(cfg, world_size) if isinstance(cfg, CorpusRun) else []
 
 
 def problems_of_a_run(

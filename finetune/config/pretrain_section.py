@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from finetune.config.sections import Data, NonNegativeFloat, Section, Train
+from finetune.config.sections import Data, DataSource, NonNegativeFloat, Section, Train
 
 
 def _whole(value: Any) -> Any:
@@ -28,10 +28,26 @@ class Pretrain(Section):
     scores from drifting: 1e-4 in PaLM (arXiv:2204.02311, section 5)."""
 
 
+class Mix(Section):
+    from_tokens: Tokens
+    """Tokens of the run after which it begins."""
+    train: str | Annotated[list[str | DataSource], Field(min_length=1)]
+    """Sources, as data.train has them."""
+
+
+class SmallerBatch(Section):
+    until_tokens: Tokens
+    """Tokens of the run at which it ends."""
+    global_batch_tokens: Tokens
+    """Tokens per optimizer step until then, a multiple of data.max_length."""
+
+
 class Corpus(Data):
     packing: bool | Literal["concatenate"] = "concatenate"  # type: ignore[assignment]  # one choice more than others have
     """concatenate: documents lie end to end and are cut wherever a row of max_length tokens is full; what shares a row
     attends to what stands before it, of other documents too. true: pack whole documents, blind to each other."""
+    stages: list[Mix] = Field(default=[])
+    """Other sources from some point of the run on, in order, each with the keys from_tokens and train."""
 
 
 class Budget(Train):
@@ -39,3 +55,5 @@ class Budget(Train):
     """Tokens of the run; overrides epochs. The steps are as many as reach it."""
     global_batch_tokens: Tokens | None = None
     """Tokens per optimizer step, a multiple of data.max_length; overrides global_batch_size."""
+    batch_warmup: list[SmallerBatch] = Field(default=[])
+    """Smaller batches to begin with, in order, each with the keys until_tokens and global_batch_tokens."""

@@ -3,16 +3,18 @@
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_classes import CorpusRun
-from finetune.config.token_budget import budget_problems
+from finetune.config.token_budget import budget_problems, stages_of, warmup_problems
 from finetune.data.batches import Batches
 from finetune.data.concatenation import Concatenated
-from finetune.errors import InputError
+from finetune.data.rows import Rows
+from finetune.data.stages import Staged
+from finetune.errors import InputError, refuse_if_any
 from finetune.models.spec import ModelSpec
 from finetune.run.inputs import batches_of, load_rows
 from finetune.training.pretraining import Measured
 
 
-def corpus_problems(cfg: CorpusRun) -> list[str]:
+def corpus_problems(cfg: CorpusRun, world_size: int) -> list[str]:
     """What contradicts learning from a corpus, as sentences."""
     data = cfg.data
     found = {
@@ -25,28 +27,64 @@ def corpus_problems(cfg: CorpusRun) -> list[str]:
             cfg.pretrain.depth_scaled and not cfg.model.random_weights
         ),
     }
-    return [sentence for sentence, is_wrong in found.items() if is_wrong] + budget_problems(cfg)
+    problems = [sentence for sentence, is_wrong in found.items() if is_wrong]
+    return problems + budget_problems(cfg) + warmup_problems(cfg, world_size)
 
 
 def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> tuple[Batches, Measured | None]:
     """The rows of each step, and the held-out texts.
 
+    Args:
+        cfg: with its budget in rows.
+
     Raises:
         InputError: as ``load_rows``, and for rows that are no texts.
     """
     documents, held_out = load_rows(cfg.data, tokenizer, spec)
-    for rows in (documents, held_out):
-        if rows is not None and (others := sorted(set(rows.summary["formats"]) - {"text"})):
-            raise InputError(
+    mixes = [documents, *(rows_of_mix(cfg, number, tokenizer, spec) for number in range(1, len(cfg.data.stages) + 1))]
+    refuse_if_any(text_problems(*mixes, held_out))
+
+    def batches(mix: int, steps: int | None, rows_of_step: int) -> Batches:
+        rows, data = mixes[mix], cfg.data
+        if data.packing == "concatenate":
+            assert rows is not None
+            rows, data = Concatenated(rows, data.max_length), data.model_copy(update={"packing": False})
+            if not len(rows):
+                raise InputError(f"{', '.join(rows.summary['sources'])}: no row has two tokens; give more text.")
+        train = cfg.train.model_copy(update={"steps": steps, "global_batch_size": rows_of_step})
+        found = batches_of(data, train, tokenizer, spec, rows)
+        assert isinstance(found, Batches)
+        return found
+
+    is_staged = cfg.data.stages or cfg.train.batch_warmup
+    found = Staged(stages_of(cfg), batches) if is_staged else batches(0, cfg.train.steps, cfg.train.global_batch_size)
+    return found, None if held_out is None else Measured(held_out, tokenizer)
+
+
+def rows_of_mix(cfg: CorpusRun, number: int, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Rows | None:
+    """The texts of one of ``data.stages``, from 1."""
+    sources = {"train": cfg.data.stages[number - 1].train, "eval": None}
+    return load_rows(cfg.data.model_copy(update=sources), tokenizer, spec)[0]
+
+
+def text_problems(*read: Rows | None) -> list[str]:
+    """Which rows are no texts, as sentences."""
+    found = []
+    for rows in filter(None, read):
+        if others := sorted(set(rows.summary["formats"]) - {"text"}):
+            found.append(
                 f"{', '.join(rows.summary['sources'])}: rows of the format {' and '.join(others)} were found, but a "
                 "corpus is of texts; give rows with the key `text`, or train on these with recipes/sft.py."
             )
-    rows, data = documents, cfg.data
-    if data.packing == "concatenate":
-        assert documents is not None
-        rows, data = Concatenated(documents, data.max_length), data.model_copy(update={"packing": False})
-        if not len(rows):
-            raise InputError(f"{', '.join(rows.summary['sources'])}: no row has two tokens; give more text.")
-    batches = batches_of(data, cfg.train, tokenizer, spec, rows)
-    assert isinstance(batches, Batches)
-    return batches, None if held_out is None else Measured(held_out, tokenizer)
+    return found
+
+
+def stage_problems(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> list[str]:
+    """Why a run would refuse the sources of ``data.stages``, as sentences."""
+    found = []
+    for number in range(1, len(cfg.data.stages) + 1):
+        try:
+            refuse_if_any(text_problems(rows_of_mix(cfg, number, tokenizer, spec)))
+        except InputError as error:
+            found += [f"data.stages {number}: {problem}" for problem in error.problems]
+    return found
