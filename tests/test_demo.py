@@ -1,11 +1,13 @@
-"""``make demo``, as a user runs it but for a quarter of its steps: the real SmolLM2-135M learns, and shows it."""
+"""``make demo``, as a user runs it but for fewer steps: the real SmolLM2-135M learns, and shows it."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from scenarios import read_metrics
 
@@ -28,35 +30,61 @@ def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
     assert result.stdout == f"{tmp_path / 'finetune' / 'SmolLM2-135M-Instruct'}\n"
 
 
+def assert_told(output: str, folder: Path) -> dict[str, Any]:
+    """What a person reads of a demo is what it recorded, which is returned."""
+    record: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text())
+    losses, matches = record["eval_loss"], record["exact_match"]
+    assert read_metrics(folder)[-1]["eval_loss"] == losses["after"]
+    assert re.search(r"held-out loss: \d\.\d{4} before, \d\.\d{4} after training", output)
+    assert matches["before"] == 0  # the format that was taught is in no answer before
+    after, rows = round(matches["rows"] * matches["after"]), matches["rows"]
+    assert f"exact match on {rows} held-out rows: 0 before, {after} after training" in output
+    assert output.count("├") == 3  # four answers in the table
+    assert f"The adapter is in {folder / 'final'}" in output
+    assert all(len(line) <= 100 for line in output.splitlines() if "The adapter is in" not in line)
+    return record
+
+
+def demo(folder: Path, *flags: str) -> str:
+    """The output of ``make demo``, as a user runs it but for some flags."""
+    command = ["make", "demo", f"DEMO_OUTPUT={folder}", f"DEMO_FLAGS={' '.join(flags)}", f"VENV={Path(sys.prefix)}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_first_steps_of_the_demo_lower_the_held_out_loss_and_are_told(tmp_path: Path):
+    few = some_held_out(tmp_path)
+    output = demo(tmp_path / "demo", "--train.steps", "4", "--data.eval", str(few), "--eval.max_new_tokens", "24")
+    record = assert_told(output, tmp_path / "demo")
+    assert record["eval_loss"]["after"] < 0.7 * record["eval_loss"]["before"]
+    assert record["exact_match"]["rows"] == 8
+
+
+@pytest.mark.prove
 def test_a_quarter_of_the_demo_lowers_the_held_out_loss_to_a_fifth_and_answers_some_of_the_held_out_rows(
     tmp_path: Path,
 ):
-    environment = Path(sys.prefix)
-    quarter = "DEMO_FLAGS=--train.epochs 0.5"
-    command = ["make", "demo", f"DEMO_OUTPUT={tmp_path / 'demo'}", quarter, f"VENV={environment}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr
-    metrics = read_metrics(tmp_path / "demo")
-    record = yaml.safe_load((tmp_path / "demo" / "run.yaml").read_text())
+    output = demo(tmp_path / "demo", "--train.epochs", "0.5")
+    record = assert_told(output, tmp_path / "demo")
     losses, matches = record["eval_loss"], record["exact_match"]
     assert losses["after"] < 0.2 * losses["before"]
-    assert metrics[-1]["eval_loss"] == losses["after"]
-    assert re.search(r"held-out loss: \d\.\d{4} before, \d\.\d{4} after training", result.stdout)
-    assert (matches["rows"], matches["before"]) == (36, 0)  # the format that was taught is in no answer before
+    assert matches["rows"] == 36
     assert matches["after"] > 0  # 4 of 36 on a CPU; 28 after the whole demo, as the README has it
-    after = round(36 * matches["after"])
-    assert f"exact match on 36 held-out rows: 0 before, {after} after training" in result.stdout
-    assert result.stdout.count("├") == 3  # four answers in the table
-    assert result.stdout.count("(expected:") == 4 - round(4 * matches["after"])  # as often wrong as all are
-    assert f"The adapter is in {tmp_path / 'demo' / 'final'}" in result.stdout
-    assert all(len(line) <= 100 for line in result.stdout.splitlines() if "The adapter is in" not in line)
+    assert output.count("(expected:") == 4 - round(4 * matches["after"])  # as often wrong as all are
+
+
+def some_held_out(folder: Path) -> Path:
+    """Eight rows of the demo's held-out file."""
+    rows = (ROOT / "recipes" / "data" / "demo_heldout.jsonl").read_text().splitlines(keepends=True)
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text("".join(rows[:8]))
+    return held_out
 
 
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
     """A few of its steps, on a few held-out rows; a notebook trains twice as many, with these settings."""
-    held_out = tmp_path / "held_out.jsonl"
-    rows = (ROOT / "recipes" / "data" / "demo_heldout.jsonl").read_text().splitlines(keepends=True)
-    held_out.write_text("".join(rows[:8]))
+    held_out = some_held_out(tmp_path)
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"]
     command += ["--mixed_precision", native_precision()]  # where a CPU has no units for bf16, fp32 is 15 times as fast
     command += [

@@ -442,6 +442,6 @@ def test_finetune_data_reads_the_sources_of_every_stage(
     stages = [{"from_tokens": 1000, "train": str(texts)}, {"from_tokens": 2000, "train": str(conversations)}]
     values = corpora.values_of(model_folder, texts, tmp_path / "run", **GROWING, data__stages=stages)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert commands.main(["data", "--config", str(tmp_path / "config.yaml"), "--json"]) == 0
+    assert commands.main(["data", "--config", str(tmp_path / "config.yaml"), "--json"]) == 2
     problem = json.loads(capsys.readouterr().out)["refusal"]
     assert problem.startswith(f"data.stages 2: {conversations}: rows of the format messages were found")

@@ -4,13 +4,15 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_classes import CorpusRun
 from finetune.config.token_budget import budget_problems, stages_of, warmup_problems
+from finetune.data import dataset
 from finetune.data.batches import Batches
 from finetune.data.concatenation import Concatenated
 from finetune.data.rows import Rows
 from finetune.data.stages import Staged
 from finetune.errors import InputError, refuse_if_any
 from finetune.models.spec import ModelSpec
-from finetune.run.inputs import batches_of, load_rows
+from finetune.run.inputs import batches_of, load_rows, settings_of
+from finetune.run.preflight import row_problems
 from finetune.training.pretraining import Measured
 
 
@@ -41,7 +43,8 @@ def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpe
         InputError: as ``load_rows``, and for rows that are no texts.
     """
     documents, held_out = load_rows(cfg.data, tokenizer, spec)
-    mixes = [documents, *(rows_of_mix(cfg, number, tokenizer, spec) for number in range(1, len(cfg.data.stages) + 1))]
+    later = [cfg.data.model_copy(update={"train": each.train, "eval": None}) for each in cfg.data.stages]
+    mixes = [documents, *(load_rows(data, tokenizer, spec)[0] for data in later)]
     refuse_if_any(text_problems(*mixes, held_out))
 
     def batches(mix: int, steps: int | None, rows_of_step: int) -> Batches:
@@ -61,12 +64,6 @@ def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpe
     return found, None if held_out is None else Measured(held_out, tokenizer)
 
 
-def rows_of_mix(cfg: CorpusRun, number: int, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Rows | None:
-    """The texts of one of ``data.stages``, from 1."""
-    sources = {"train": cfg.data.stages[number - 1].train, "eval": None}
-    return load_rows(cfg.data.model_copy(update=sources), tokenizer, spec)[0]
-
-
 def text_problems(*read: Rows | None) -> list[str]:
     """Which rows are no texts, as sentences."""
     found = []
@@ -81,10 +78,12 @@ def text_problems(*read: Rows | None) -> list[str]:
 
 def stage_problems(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> list[str]:
     """Why a run would refuse the sources of ``data.stages``, as sentences."""
+    settings, skip = settings_of(cfg.data, tokenizer, spec), cfg.data.on_bad_row == "skip"
     found = []
-    for number in range(1, len(cfg.data.stages) + 1):
+    for number, stage in enumerate(cfg.data.stages, start=1):
         try:
-            refuse_if_any(text_problems(rows_of_mix(cfg, number, tokenizer, spec)))
+            rows = dataset.read_rows(dataset.named_sources(stage.train), tokenizer, settings, skip_bad_rows=skip)
+            refuse_if_any(row_problems(rows, None, cfg.data, spec) + text_problems(rows))
         except InputError as error:
             found += [f"data.stages {number}: {problem}" for problem in error.problems]
     return found
