@@ -151,7 +151,7 @@ def test_stages_are_those_that_the_docstring_says():
 
 @given(data=st.data())
 def test_a_growing_batch_trains_the_rows_of_a_constant_one_in_their_order(data: st.DataObject):
-    """Of one mix; and the steps of every mix together train each of its rows before any twice."""
+    """Unit by unit: within one they are dealt by length."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     stages = [Stage(data.draw(st.integers(1, 5)), rows, 0) for rows in sizes]
     lengths = data.draw(st.lists(st.integers(2, 9), min_size=1, max_size=30))

@@ -19,7 +19,7 @@ from finetune.data.sampler import EMPTY
 
 
 class Staged(Batches):
-    """The batches of a run in stages.
+    """The batches of a run in stages. What ``Batches`` knows of each row by its number, its mix knows here.
 
     Args:
         stages: one after the other.
