@@ -83,7 +83,7 @@ def some_held_out(folder: Path) -> Path:
 
 
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
-    """A few of its steps, on a few held-out rows; a notebook trains twice as many, with these settings."""
+    """A few of its steps, on a few held-out rows; a notebook trains more, with these settings."""
     held_out = some_held_out(tmp_path)
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"]
     command += ["--mixed_precision", native_precision()]  # where a CPU has no units for bf16, fp32 is 15 times as fast

@@ -29,7 +29,9 @@ from finetune.data.sampler import EMPTY, global_batch
 from finetune.data.stages import Staged
 from finetune.errors import InputError
 from finetune.models.initialisation import scale_by_depth
-from finetune.run.corpus import corpus_problems
+from finetune.models.spec import ModelSpec
+from finetune.optim.schedule import learning_rate
+from finetune.run.corpus import corpus_of, corpus_problems
 from finetune.training.pretraining import Measured, MeasuredRow, Pretraining, _loss_sum, names_of
 from recipes.pretrain import Config, main
 
@@ -121,6 +123,36 @@ def test_a_run_whose_batches_and_sources_change_is_that_of_one_process(strategy:
     assert rows == [4] * 6 + [8] * 5
     found = run(strategy, 2, f"changing-{strategy}", **changing)
     assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_a_run_whose_batches_and_sources_change_is_that_of_a_plain_loop(
+    micro_batch_size: int, run: Any, changing: dict[str, Any], model_folder: Path, texts: Path
+):
+    """Which knows of no accumulation: each step is one backward pass over its rows, whose gradients are all used."""
+    plain = {"pretrain__z_loss": 0.0, "train__schedule": "wsd", "train__decay_ratio": 0.4}
+    plain |= {"train__weight_decay": 0.0, "train__micro_batch_size": micro_batch_size} | changing
+    ours = run("single", 1, "plain", **plain)
+    cfg = in_rows(Config.model_validate(corpora.values_of(model_folder, texts, run.folder / "plain", **plain)))
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=False, dtype=torch.float32)
+    batches, _ = corpus_of(cfg, tiny.build_tokenizer(), spec)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder), attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(1, batches.steps + 1):
+        rows = [row for place in batches.step(step).places for row in batches.documents(place)]
+        tokens = [torch.from_numpy(row.tokens.astype(np.int64))[None] for row in rows]
+        sums = [model(row, labels=row).loss * (row.shape[1] - 1) for row in tokens]
+        loss = torch.stack(sums).sum() / sum(row.shape[1] - 1 for row in tokens)
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = learning_rate(step, batches.steps, cfg.train)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert [line["loss"] for line in ours] == pytest.approx(losses, rel=1e-5)
+    assert [line["grad_norm"] for line in ours] == pytest.approx(norms, rel=1e-4)
 
 
 def test_a_run_resumes_in_any_of_its_stages_under_another_strategy(run: Any, changing: Any):

@@ -40,7 +40,6 @@ class Staged(Batches):
         ]
         first = self.mixes[0]
         self.rows, self.flat, self.paired = Joined([mix.rows for mix in self.mixes]), first.flat, first.paired
-        self.packing, self.max_length = first.packing, first.max_length
         self.micro_batch_size = first.micro_batch_size
         self.steps = self._first_step[-1]
 
@@ -107,7 +106,7 @@ class Joined(Rows):
     """Rows of several mixes, one after the other."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts, self.folder, self.summary = parts, parts[0].folder, parts[0].summary
+        self.parts = parts
         self.lengths = np.concatenate([part.lengths for part in parts])
         self.trained_tokens = np.concatenate([part.trained_tokens for part in parts])
         self._first = [0, *accumulate(len(part) for part in parts)]

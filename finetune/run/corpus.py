@@ -67,8 +67,8 @@ def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpe
 def text_problems(*read: Rows | None) -> list[str]:
     """Which rows are no texts, as sentences."""
     found = []
-    for rows in filter(None, read):
-        if others := sorted(set(rows.summary["formats"]) - {"text"}):
+    for rows in read:
+        if rows is not None and (others := sorted(set(rows.summary["formats"]) - {"text"})):
             found.append(
                 f"{', '.join(rows.summary['sources'])}: rows of the format {' and '.join(others)} were found, but a "
                 "corpus is of texts; give rows with the key `text`, or train on these with recipes/sft.py."
