@@ -26,6 +26,7 @@ from benchmarks import (
     kills,
     parity_table,
     pictures,
+    preference_run,
     resume_table,
     trl_reference,
 )
@@ -389,6 +390,17 @@ def test_comparison_of_preferences_with_trl_keeps_its_bound_under_the_stated_con
     setup = measured["setup"]
     stated = f"{setup['steps']} steps of {setup['global_batch_size']} of the demo's pairs, LoRA of rank {setup['rank']}"
     assert f"{setup['model']}, {stated}" in page
+
+
+def test_real_preferences_are_learnt_by_more_than_luck_under_the_stated_conditions():
+    measured, page = recorded(preference_run.RESULTS), text_of("docs/preferences.md")
+    assert preference_run.chance_of(5, 5) == 1 / 32
+    assert preference_run.chance_of(0, 5) == 1
+    assert measured["chance"] == preference_run.chance_of(measured["eval_right"], measured["eval_pairs"])
+    assert measured["chance"] <= preference_run.SIGNIFICANT
+    assert (measured["flags"], measured["further_flags"]) == (preference_run.FLAGS, [])
+    assert f"{measured['model']} with LoRA of rank {measured['flags']['adapter.rank']}, in fp32" in page
+    assert f"room for both answers in {measured['flags']['data.max_length']} tokens" in page
 
 
 def test_conditions_of_the_comparison_with_trl_are_the_recorded_ones():
