@@ -1,4 +1,4 @@
-"""Preference tuning of a causal language model on pairs of answers, of which one is chosen.
+"""Preference tuning of a causal language model on pairs of answers, or on answers that are judged one by one.
 
   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 \\
     recipes/dpo.py --config recipes/configs/dpo_sample.yaml --dpo.loss ipo
@@ -19,8 +19,9 @@ from finetune.errors import refuse_if_any
 from finetune.optim.schedule import learning_rate
 from finetune.run.entry import run
 from finetune.run.inputs import batches_of, load_rows, load_tokenizer
-from finetune.run.pairs import caches_reference, pair_problems, preferences_of
+from finetune.run.pairs import caches_reference, kind_problems, pair_problems, preferences_of
 from finetune.run.preflight import as_restarted, check
+from finetune.run.reference_point import know_reference_point
 from finetune.run.references import know_references
 from finetune.run.resumption import is_finished
 from finetune.run.session import Session
@@ -40,6 +41,7 @@ def main(cfg: Config) -> None:
 
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     rows, held_out = load_rows(cfg.data, tokenizer, spec, paired=True)
+    refuse_if_any(kind_problems(cfg.dpo, rows, held_out))
     batches = batches_of(
         cfg.data, cfg.train, tokenizer, spec, rows, paired=True
     )  # row order: a function of (seed, epoch, step)
@@ -59,6 +61,7 @@ def main(cfg: Config) -> None:
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate
+            know_reference_point(learnt, session, batch)  # of kto
             losses = [
                 backward(session.accelerator, model, learnt.loss_sum, micro_batch, divide_by=batch.rows)
                 for micro_batch in session.micro_batches(batch)

@@ -329,12 +329,13 @@ def test_yaml_and_json_in_the_documents_are_read_as_configuration_and_rows(tmp_p
             parse(class_of(flags), flags)
         elif language == "json":
             row = json.loads(body)
-            assert formats.convert_pair(row) if "chosen" in row else formats.convert(row, "auto")
+            judged = "chosen" in row or "label" in row
+            assert formats.convert_compared(row) if judged else formats.convert(row, "auto")
         else:
             assert language in ("bash", "console", "python", "text"), language
             continue
         read[language] += 1
-    assert read == {"yaml": 2, "json": 3}
+    assert read == {"yaml": 2, "json": 4}
 
 
 # Tables and figures

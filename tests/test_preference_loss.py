@@ -41,6 +41,7 @@ BY_HAND: dict[str, Any] = {
     "simpo": lambda c, r, C, R, n, m: -LN(sigmoid(0.3 * (c / n - r / m) - 0.7)),
     "orpo": lambda c, r, C, R, n, m: -c / n - 0.3 * LN(sigmoid(log_odds(c / n) - log_odds(r / m))),
     "cpo": lambda c, r, C, R, n, m: -LN(sigmoid(0.3 * (c - r))) - c / n,
+    "kto": lambda c, r, C, R, n, m: 1 - sigmoid(0.3 * (c - C)) + 1 - sigmoid(0.3 * (R - r)),
 }
 OF_ONE = {"robust": {"label_smoothing": 0.2}, "simpo": {"margin": 0.7}}
 EVERY = list(zip(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED, CHOSEN_TOKENS, REJECTED_TOKENS))

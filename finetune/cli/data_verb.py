@@ -27,7 +27,7 @@ from finetune.models import loading as models
 from finetune.models.spec import ModelSpec
 from finetune.run.corpus import corpus_problems, stage_problems, text_problems
 from finetune.run.inputs import load_tokenizer, settings_of
-from finetune.run.pairs import pair_problems
+from finetune.run.pairs import kind_problems, pair_problems
 from finetune.run.preflight import configuration_problems, model_problems, row_problems
 from finetune.run.screen import Preparing
 from finetune.training import evaluation
@@ -112,6 +112,8 @@ def _report(
         # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
     found = problems_of_a_run(cfg, launch, spec, tokenizer, rows, held_out_rows)
+    if isinstance(cfg, PairedRun):
+        found += kind_problems(cfg.dpo, rows, held_out_rows)
     if isinstance(cfg, CorpusRun):
         found += text_problems(rows, held_out_rows) + stage_problems(cfg, tokenizer, spec)
     speed = measured_speed(Path(cfg.train.output_dir)) if tokens_per_second is None else tokens_per_second

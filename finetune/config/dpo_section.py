@@ -11,12 +11,13 @@ WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
 
 
 class Dpo(Section):
-    loss: Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "sppo", "simpo", "orpo", "cpo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "sppo", "simpo", "orpo", "cpo", "kto"] = "sigmoid"
     """sigmoid: DPO (arXiv:2305.18290). ipo: a margin to reach, and not to exceed (arXiv:2310.12036). hinge
     (arXiv:2305.10425). robust: as sigmoid, where a share label_smoothing of the pairs is the wrong way round
     (arXiv:2403.00409). apo_zero: raises chosen answers and lowers rejected ones (arXiv:2408.06266). sppo
     (arXiv:2405.00675). Without a reference model: simpo, by the mean of the tokens (arXiv:2405.14734); orpo, by odds,
-    beside the loss of supervised fine-tuning (arXiv:2403.07691); cpo, beside it too (arXiv:2401.08417)."""
+    beside the loss of supervised fine-tuning (arXiv:2403.07691); cpo, beside it too (arXiv:2401.08417). Of answers that
+    are judged one by one, and not in pairs: kto (arXiv:2402.01306)."""
     beta: PositiveFloat | Literal["auto"] = "auto"
     """How much a nat of difference counts: small values let the model go far from the reference. In orpo the weight of
     the odds. auto: 2 for simpo, which compares means over tokens, else 0.1."""
@@ -24,6 +25,11 @@ class Dpo(Section):
     """By which simpo wants a chosen answer to be more likely than the rejected one, after beta."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that robust takes for labelled the wrong way round."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight that kto gives good answers. Its authors choose the weights so that those of all good answers add up to 1
+    to 4/3 of those of all bad ones (arXiv:2402.01306, section 4.3)."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight that kto gives bad answers."""
     length_normalized: bool = False
     """Compare means over the tokens of the answers instead of sums, so that long ones count no more than short ones.
     ipo and the losses without a reference have their own."""

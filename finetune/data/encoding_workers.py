@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -27,6 +27,7 @@ from finetune.errors import BadRow
 from finetune.hardware import cores
 
 RECORDS_AT_ONCE = 128
+TOKENS_OF_PLACE = 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def encoded(
 
 def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, settings: Settings) -> Encoded:
     batch = Encoded()
-    kept = list[tuple[int, int, Record, str | None, tuple[Example, ...]]]()
+    kept = list[tuple[int, int, Record, str | None, tuple[Example | None, ...]]]()
     for position, (origin, record) in enumerate(chunk):
         if isinstance(record, Rejected):
             batch.refused.append(Refused(position, origin, record))
@@ -114,7 +115,7 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
             if settings.split_key is not None and isinstance(record.value, dict):
                 _value(record.value, settings.split_key)
             if settings.paired:
-                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_pair(record.value)))
+                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_compared(record.value)))
             else:
                 name = formats.detect(record.value) if settings.format == "auto" else settings.format
                 example = formats.convert(record.value, settings.format)
@@ -123,15 +124,18 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
                 kept.append((position, origin, record, name, (example,)))
         except BadRow as reason:
             batch.refused.append(Refused(position, origin, _reject(record, str(reason))))
-    encoded_examples = iter(encoder.encode([(each[2].source, example) for each in kept for example in each[4]]))
+    encoded_examples = iter(
+        encoder.encode([(each[2].source, example) for each in kept for example in each[4] if example is not None])
+    )
     for position, origin, record, name, examples in kept:
-        sides = [next(encoded_examples) for _ in examples]
-        result = _pair(sides, encoder.max_length) if settings.paired else sides[0]
+        encoded = [None if example is None else next(encoded_examples) for example in examples]
+        result = _pair(encoded, encoder.max_length) if settings.paired else encoded[0]
+        assert result is not None
         if isinstance(result, BadRow):
             line = _reject(record, str(result))
             batch.refused.append(Refused(position, origin, line, isinstance(result, TooLong)))
             continue
-        rows = [row for row in result if row.trained_tokens]
+        rows = result if settings.paired else [row for row in result if row.trained_tokens]
         if not rows:
             lost = f"no trained token is left of it at max_length {encoder.max_length}"
             batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
@@ -143,9 +147,9 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
         batch.dropped.update({lost for row in rows for lost in row.dropped})
         batch.rows += rows
         batch.origins += [origin] * len(rows)
-        said = "".join(map(_what_is_trained, examples))
+        said = "".join("-" if example is None else _what_is_trained(example) for example in examples)
         # a long text: each of its rows for itself
-        is_long = examples[0].messages is None and not settings.paired
+        is_long = not settings.paired and examples[0] is not None and examples[0].messages is None
         each = [f"{said}{number}" for number in range(len(rows))] if is_long else [said] * len(rows)
         batch.weight_hashes += [hash_of(f"weight{words}".encode()) for words in each]
         if settings.split_key is None:
@@ -155,20 +159,37 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
     return batch
 
 
-def _pair(sides: Sequence[list[Row] | BadRow], max_length: int) -> list[Row] | BadRow:
-    """The rows of a chosen and a rejected answer, or why they cannot be used."""
+def _pair(sides: Sequence[list[Row] | BadRow | None], max_length: int) -> list[Row] | BadRow:
+    """The rows of a chosen and a rejected answer, or why they cannot be used.
+
+    In the place of one that there is not, a row without trained tokens, which no other document sees.
+    """
     rows = list[Row]()
-    for side, name in zip(sides, ("chosen", "rejected")):
+    for side, name in zip(sides, formats.SIDES):
+        if side is None:
+            continue
         if isinstance(side, BadRow):
             return type(side)(f"the {name} answer: {side}")
         if len(side) != 1:
             return BadRow(f"the {name} answer: the chat template writes it in {len(side)} texts; give a single turn")
         rows += side
-    if not all(row.trained_tokens for row in rows):
+    if None in sides:
+        rows.insert(sides.index(None), _place_of_another(rows[0]))
+    if not all(row.trained_tokens for row, side in zip(rows, sides) if side is not None):
         return TooLong(f"no token of one of its answers is left at max_length {max_length}")
     if np.array_equal(rows[0].tokens, rows[1].tokens):
         return BadRow(f"its two answers are the same tokens at max_length {max_length}, so there is nothing to prefer")
     return rows
+
+
+def _place_of_another(answer: Row) -> Row:
+    """A short row without trained tokens, beside an answer that is judged alone.
+
+    Of some of its tokens, drawn by a hash of all: places beside answers that differ differ too, so that they are not
+    counted as copies of one another.
+    """
+    drawn = np.random.default_rng(hash_of(answer.tokens.tobytes())).choice(answer.tokens, TOKENS_OF_PLACE)
+    return replace(answer, tokens=drawn, spans=[(1, 1)], prompt_tokens=0, question="", uncut_tokens=TOKENS_OF_PLACE)
 
 
 def _what_is_trained(example: Example) -> str:

@@ -19,7 +19,7 @@ from finetune.errors import BadRow
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt-completion", "text")
 PREFERENCE = "preference"
-"""Format of a record with a chosen and a rejected answer, which is not trained as an example."""
+"""Format of a record with a chosen and a rejected answer, or one of them, which is not trained as an example."""
 SIDES = ("chosen", "rejected")
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -127,6 +127,24 @@ def convert_pair(value: Any) -> tuple[Example, Example]:
         for turns, key in zip(conversations, SIDES)
     )
     return chosen, rejected
+
+
+def convert_compared(value: Any) -> tuple[Example | None, Example | None]:
+    """The chosen and the rejected answer of a record, as ``convert_pair``; or the only one where it is judged alone.
+
+    That is a record with ``prompt``, ``completion`` and ``label``. The label true makes it a chosen one, false a
+    rejected one: (answer, None) or (None, answer).
+
+    Raises:
+        BadRow: with the reason, if the record is neither.
+    """
+    if not isinstance(value, dict) or value.get("completion") is None or value.get("chosen") is not None:
+        return convert_pair(value)
+    _require(value, "judged", ["prompt", "label"])
+    if value["label"] not in (True, False):
+        raise BadRow(f"the key `label` is {repr(value['label'])[:40]}; give true for good, or false for bad")
+    answer = _from_prompt_completion(value | {key: _read(value[key]) for key in ("prompt", "completion")})
+    return (answer, None) if value["label"] else (None, answer)
 
 
 def _read(side: Any) -> Any:

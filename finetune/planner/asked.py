@@ -63,8 +63,8 @@ class _Read:
 
     @property
     def documents(self) -> int:
-        """Of a row: of a pair its two answers, each with the prompt."""
-        return 2 if isinstance(self.cfg, PairedRun) else 1
+        """Of a row: of a pair its two answers, each with the prompt; answers that are judged stand alone."""
+        return 2 if isinstance(self.cfg, PairedRun) and self.cfg.dpo.loss != "kto" else 1
 
     @property
     def method(self) -> Method:

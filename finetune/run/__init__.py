@@ -4,6 +4,6 @@
 ``inputs`` (rows and batches), ``sizes`` (what the planner chooses), ``session`` (a run from its lock to its result), of
 which ``opening`` (record, first lines), ``resumption`` (what it resumes from), ``model_setup`` (model, adapter,
 optimizer), ``examination`` (held-out figures, answers), ``logbook`` (what it writes as it goes) and ``result`` (what
-came of it); ``screen`` (what a person sees). For pairs of answers ``pairs`` (refusals) and ``references``; for
-texts ``corpus``.
+came of it); ``screen`` (what a person sees). For pairs of answers ``pairs`` (refusals), ``references`` and
+``reference_point``; for texts ``corpus``.
 """

@@ -1,8 +1,11 @@
 """What a recipe that learns from pairs of answers refuses beside ``preflight``, and where its reference comes from."""
 
+import numpy as np
+
 from finetune.compat.peft_private import adapter_off
 from finetune.config import sections
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
+from finetune.data.rows import Rows
 from finetune.distributed import Strategy
 from finetune.training.preferences import Preferences
 
@@ -29,8 +32,34 @@ def pair_problems(cfg: sections.Run, dpo: Dpo) -> list[str]:
         f"dpo.margin belongs to the loss simpo, and dpo.loss is {dpo.loss}; leave it out.": (
             "margin" in given and dpo.loss != "simpo"
         ),
+        f"dpo.desirable_weight and dpo.undesirable_weight belong to the loss kto, and dpo.loss is {dpo.loss}; leave "
+        "them out.": dpo.loss != "kto" and bool({"desirable_weight", "undesirable_weight"} & given),
+        "dpo.length_normalized: kto compares sums over the tokens of an answer; set it to false.": (
+            dpo.loss == "kto" and dpo.length_normalized
+        ),
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def kind_problems(dpo: Dpo, *read: Rows | None) -> list[str]:
+    """Rows that the loss cannot learn from, as sentences: it needs pairs, or answers that are judged alone."""
+    found = []
+    for rows in read:
+        if rows is None:
+            continue
+        is_alone = (np.asarray(rows.trained_tokens).reshape(-1, 2) == 0).any(1)
+        whose = ", ".join(rows.summary["sources"])
+        if dpo.loss == "kto" and not is_alone.all():
+            found.append(
+                f"{whose}: {(~is_alone).sum():,} rows are pairs (chosen, rejected), but kto learns from answers "
+                "that are judged alone; give each a row with prompt, completion and label, or set another dpo.loss."
+            )
+        if dpo.loss != "kto" and is_alone.any():
+            found.append(
+                f"{whose}: {is_alone.sum():,} rows have one answer with a label, but {dpo.loss} compares two; set "
+                "dpo.loss to kto, or give each row chosen and rejected."
+            )
+    return found
 
 
 def caches_reference(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> bool:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from finetune.cache import cache_folder, checksums, key_of
 from finetune.data.batches import Batches, Inputs
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
 from finetune.models import loading
+from finetune.run.reference_point import both_answers
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
 from finetune.training.preferences import reference_answers
@@ -65,6 +67,8 @@ def _computed(
     accelerator, size, collate = session.accelerator, session.batches.micro_batch_size, session.collate
     processes = accelerator.num_processes
     assert inputs.references is not None
+    is_judged = isinstance(inputs, Batches) and bool((inputs.rows.trained_tokens == 0).any())
+    documents = partial(both_answers, inputs) if is_judged else inputs.documents
     order = np.flatnonzero(np.isnan(inputs.references[::2])).tolist()
     if not order:
         return
@@ -76,7 +80,7 @@ def _computed(
         values = list[torch.Tensor]()
         for number, places in enumerate(own[first : first + AT_ONCE], start=first):
             tell("Computing what the reference model says of the answers", 2 * size * processes * number)
-            batch: Any = collate(list(map(inputs.documents, places)), accelerator.device)
+            batch: Any = collate(list(map(documents, places)), accelerator.device)
             values.append(reference_answers(session.model, batch))
         found = accelerator.gather(torch.stack(values).float()[None]).cpu().numpy()
         pairs = np.array([share[first : first + AT_ONCE] for share in shares])

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, of which one is preferred: functions of how likely a model makes them.
+"""Losses of answers of which one is preferred, or each is judged: functions of how likely a model makes them.
 
 With c and r the log-probabilities of the chosen and the rejected answer, a reference model's beside them, and
 h = (c - c_ref) - (r - r_ref), DPO's loss is -log sigmoid(beta h). Answers of 4 and 2 tokens with c = -4, r = -3,
@@ -24,8 +24,10 @@ class Pairs:
     reference_chosen: torch.Tensor
     reference_rejected: torch.Tensor
     chosen_tokens: torch.Tensor
-    """Trained tokens of the answers, at least 1."""
+    """Trained tokens of the answers; 0, and log-probabilities of 0, where only the other is there."""
     rejected_tokens: torch.Tensor
+    reference_point: torch.Tensor | float = 0.0
+    """What the model adds to the reference's log-probability for answers to other prompts; for kto."""
 
     @property
     def chosen_gain(self) -> torch.Tensor:
@@ -42,14 +44,24 @@ class Pairs:
         return self.chosen_gain - self.rejected_gain
 
     @property
+    def is_chosen(self) -> torch.Tensor:
+        """1 where there is a chosen answer, else 0."""
+        return (self.chosen_tokens > 0).float()
+
+    @property
+    def is_rejected(self) -> torch.Tensor:
+        return (self.rejected_tokens > 0).float()
+
+    @property
     def a_token(self) -> "Pairs":
         """The same as means over the tokens of the answers."""
+        chosen_tokens, rejected_tokens = self.chosen_tokens.clamp(min=1), self.rejected_tokens.clamp(min=1)
         return replace(
             self,
-            chosen=self.chosen / self.chosen_tokens,
-            rejected=self.rejected / self.rejected_tokens,
-            reference_chosen=self.reference_chosen / self.chosen_tokens,
-            reference_rejected=self.reference_rejected / self.rejected_tokens,
+            chosen=self.chosen / chosen_tokens,
+            rejected=self.rejected / rejected_tokens,
+            reference_chosen=self.reference_chosen / chosen_tokens,
+            reference_rejected=self.reference_rejected / rejected_tokens,
         )
 
 
@@ -120,6 +132,16 @@ def _cpo(pairs: Pairs, section: Dpo) -> torch.Tensor:
     return -F.logsigmoid(section.strength * (pairs.chosen - pairs.rejected))
 
 
+def _kto(pairs: Pairs, section: Dpo) -> torch.Tensor:
+    """Ethayarajh et al., arXiv:2402.01306, equation 8: good answers rise above the reference point, bad ones sink.
+
+    A good answer with c - c_ref = 1, reference point 0.5 and beta 0.1 has the loss 1 - sigmoid(0.05) = 0.4875.
+    """
+    good = torch.sigmoid(section.strength * (pairs.reference_point - pairs.chosen_gain))
+    bad = torch.sigmoid(section.strength * (pairs.rejected_gain - pairs.reference_point))
+    return section.desirable_weight * good * pairs.is_chosen + section.undesirable_weight * bad * pairs.is_rejected
+
+
 _LOSSES: dict[str, Callable[[Pairs, Dpo], torch.Tensor]] = {
     "sigmoid": _sigmoid,
     "ipo": _ipo,
@@ -130,8 +152,11 @@ _LOSSES: dict[str, Callable[[Pairs, Dpo], torch.Tensor]] = {
     "simpo": _simpo,
     "orpo": _orpo,
     "cpo": _cpo,
+    "kto": _kto,
 }
 _OF_MEANS = ("ipo", "simpo", "orpo")
+NEARLY_NONE = 1e-12
+"""Added to a count that may be 0 in a step, whose mean then is 0; lost in rounding beside 1."""
 
 
 def figures_of(pairs: Pairs, section: Dpo) -> dict[str, Figure]:
@@ -141,6 +166,9 @@ def figures_of(pairs: Pairs, section: Dpo) -> dict[str, Figure]:
     ``accuracy`` is the share of pairs whose chosen answer has the higher one. ``kl`` is the mean over the tokens of all
     answers of what the model adds to the reference's log-probability: if they were samples of the model, an estimate of
     KL(model || reference) (http://joschu.net/blog/kl-approx.html, k1).
+
+    Of answers that are judged alone, rewards are means over those of a kind, 0 where a step has none of it;
+    ``accuracy`` is the share that is on its side of the reference point.
     """
     compared = _compared(pairs, section)
     chosen, rejected = section.strength * compared.chosen_gain, section.strength * compared.rejected_gain
@@ -151,7 +179,23 @@ def figures_of(pairs: Pairs, section: Dpo) -> dict[str, Figure]:
         "accuracy": (chosen > rejected).float(),
     }
     found = {name: Figure(each, torch.ones_like(each)) for name, each in of_pairs.items()}
+    if section.loss == "kto":
+        found |= _of_judged(pairs, chosen, rejected, section)
+        del found["reward_margin"]
     if section.loss not in WITHOUT_REFERENCE:
         gain, tokens = pairs.chosen_gain + pairs.rejected_gain, pairs.chosen_tokens + pairs.rejected_tokens
         found["kl"] = Figure(gain, tokens)
     return found
+
+
+def _of_judged(pairs: Pairs, chosen: torch.Tensor, rejected: torch.Tensor, section: Dpo) -> dict[str, Figure]:
+    """Figures of answers that are judged alone, given their rewards; 0 for that of a pair which is not there."""
+    is_chosen, is_rejected = pairs.is_chosen, pairs.is_rejected
+    point = section.strength * pairs.reference_point
+    right = (chosen > point) * is_chosen + (rejected < point) * is_rejected
+    return {
+        "reward_chosen": Figure(chosen, is_chosen + NEARLY_NONE),
+        "reward_rejected": Figure(rejected, is_rejected + NEARLY_NONE),
+        "accuracy": Figure(right, is_chosen + is_rejected),
+        "reference_point": Figure(pairs.reference_point + torch.zeros_like(chosen), torch.ones_like(chosen)),
+    }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class PairedBatch:
     document_BT: torch.Tensor
     """Which document a position belongs to, from 0; of the shape of ``next_tokens``."""
     tokens_P2: torch.Tensor
-    """Trained tokens of each answer, at least 1."""
+    """Trained tokens of each answer; 0 for one that is not there."""
     reference_P2: torch.Tensor
     """Log-probabilities of the answers by the reference model; 0 where they are not known."""
     is_there_P: torch.Tensor
@@ -45,8 +45,8 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
         next_tokens,
         inputs,
         document_numbers(every, next_tokens.shape, flat=flat).to(device),
-        torch.tensor([float(max(1, each.trained_tokens)) for each in every], device=device).view(-1, 2),
-        torch.tensor([each.reference for each in every], device=device).view(-1, 2),
+        torch.tensor([float(each.trained_tokens) for each in every], device=device).view(-1, 2),
+        torch.tensor([each.reference if each.trained_tokens else 0.0 for each in every], device=device).view(-1, 2),
         torch.tensor([float(len(documents) > 0) for documents in places], device=device),
     )
 
@@ -61,6 +61,8 @@ class Preferences:
         """
         self.section = section
         self.adapter_off = None if section.loss in WITHOUT_REFERENCE else adapter_off
+        self.reference_point: torch.Tensor | float = 0.0
+        """For kto: of the optimizer step; 0 before training, where the model is its reference."""
         self._figures: dict[str, Figure] = {}
 
     @property
@@ -81,13 +83,22 @@ class Preferences:
 
         def of_all(answers_P2: torch.Tensor) -> torch.Tensor:
             (chosen, rejected), known, tokens = answers_P2.T, reference_P2.T, batch.tokens_P2.T
-            pairs = Pairs(chosen, rejected, *known, *tokens)
+            pairs = replace(Pairs(chosen, rejected, *known, *tokens), reference_point=self.reference_point)
             for name, figure in figures_of(pairs, self.section).items():
                 own = Figure(*((each.detach() * batch.is_there_P).sum() for each in figure))
                 self._figures[name] = added(own, self._figures.get(name))
             return (losses_of(pairs, self.section) * batch.is_there_P).sum()
 
         return _of_answers(model, batch, of_all)
+
+    def added(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
+        """What the model adds to the reference's log-probability of the first answer of each pair, and how many pairs:
+        two sums over a micro-batch."""
+        reference_P2 = batch.reference_P2
+        if self.adapter_off is not None:
+            reference_P2 = reference_answers(model, batch, self.adapter_off)
+        gains_P = (reference_answers(model, batch) - reference_P2)[:, 0]
+        return torch.stack([(gains_P * batch.is_there_P).sum(), batch.is_there_P.sum()])
 
     def take_figures(self) -> dict[str, Figure]:
         """Of the pairs since this was last called."""

@@ -18,6 +18,7 @@ from finetune.cli.data_report.row_text import ShownRow, shown_row, spread
 from finetune.data.batches import Batches, Inputs
 from finetune.data.concatenation import Concatenated
 from finetune.data.dataset import rejected_lines, rejected_problem, shared_with
+from finetune.data.encoding import Row
 from finetune.data.formats import SIDES
 from finetune.data.rows import Rows
 from finetune.data.sampler import dealt, epoch_order
@@ -175,7 +176,8 @@ def report(
         shown_rows: rows to show as the model sees them.
         shown_left_out: records to name that are not trained, at most; None for all.
     """
-    distinct = train if train.chosen is None else Rows(train.folder, np.unique(train.chosen))
+    stored = train if train.chosen is None else Rows(train.folder, np.unique(train.chosen))
+    distinct, per_epoch = _trained(stored), _trained(train)
     uncut = distinct.column("uncut_tokens")
     stores = list({rows.folder: rows for rows in (train, held_out) if rows is not None}.values())
     rejected = sum(store.summary["rejected"] for store in stores)
@@ -188,28 +190,28 @@ def report(
         "seed": seed,
     }
     rejects = [rejected_problem(rejected, len(distinct))] if rejected and not skips_bad_rows else []
-    both, sides = Inputs(distinct, flat=True, paired=paired), SIDES if paired else ("",)
-    chosen = spread(both.lengths, distinct.column("origin")[:: 1 + paired], shown_rows)
+    both = Inputs(stored, flat=True, paired=paired)
+    chosen = spread(both.lengths, stored.column("origin")[:: 1 + paired], shown_rows)
     return Report(
-        sources=_source_figures(train, held_out, train_sources, held_out_sources),
+        sources=_source_figures(per_epoch, held_out, train_sources, held_out_sources),
         formats=_added_up(stores, "formats"),
-        prepared_rows=sum(store.summary["rows"] for store in stores),
+        prepared_rows=sum(len(_trained(Rows(store.folder))) for store in stores),
         dropped_by_template=_added_up(stores, "left_out"),
         rows=RowFigures(
             training=len(distinct),
-            held_out=0 if held_out is None else len(held_out),
-            per_epoch=len(train),
+            held_out=0 if held_out is None else len(_trained(held_out)),
+            per_epoch=len(per_epoch),
             rejected=rejected,
             dropped=sum(store.summary["dropped"] for store in stores),
             truncated=int((uncut > distinct.lengths).sum()),
             tokens_cut=_sum(uncut) - _sum(distinct.lengths),
             duplicates=len(distinct) - len(np.unique(distinct.column("token_hash"))),
-            shared_with_held_out=0 if held_out is None else shared_with(held_out, train),
+            shared_with_held_out=0 if held_out is None else shared_with(_trained(held_out), distinct),
         ),
         tokens=TokenFigures(
             total=_sum(distinct.lengths),
             trained=_sum(distinct.trained_tokens),
-            per_epoch=_sum(train.lengths),
+            per_epoch=_sum(per_epoch.lengths),
             trained_per_epoch=_sum(train.trained_tokens),
         ),
         max_length=max_length,
@@ -223,9 +225,7 @@ def report(
         micro_batch_is_open=micro_batch_size is None,
         tokens_per_second=tokens_per_second,
         speed_from=speed_from,
-        examples=[
-            shown_row(row, tokenizer, side) for place in chosen for row, side in zip(both.documents(place), sides)
-        ],
+        examples=[each for place in chosen for each in _shown(both.documents(place), tokenizer)],
         left_out=_left_out(stores, shown_left_out),
         left_out_files=[
             str(store.folder / "rejected.jsonl")
@@ -246,6 +246,11 @@ def _added_up(stores: Sequence[Rows], counts: str) -> dict[str, int]:
     return dict(sum((Counter(store.summary[counts]) for store in stores), Counter()).most_common())
 
 
+def _trained(rows: Rows) -> Rows:
+    """Without those that hold the place of the other answer to one that is judged alone."""
+    return rows if rows.trained_tokens.all() else rows.choose(np.flatnonzero(rows.trained_tokens))
+
+
 def _sum(numbers: np.ndarray) -> int:
     return int(numbers.sum(dtype=np.int64))
 
@@ -256,14 +261,26 @@ def _source_figures(
     per_epoch = np.bincount(train.column("origin"), minlength=len(train_sources)).tolist()
     figures = [
         SourceFigures(source.path, "training", source.weight, rows, used)
-        for source, rows, used in zip(train_sources, train.summary["rows_of_source"], per_epoch)
+        for source, rows, used in zip(train_sources, _rows_of_source(train, train_sources), per_epoch)
     ]
     if held_out is not None and held_out_sources:
         figures += [
             SourceFigures(source.path, "held-out", 1.0, rows, 0)
-            for source, rows in zip(held_out_sources, held_out.summary["rows_of_source"])
+            for source, rows in zip(held_out_sources, _rows_of_source(held_out, held_out_sources))
         ]
     return figures
+
+
+def _shown(documents: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[ShownRow]:
+    """The documents of a row, those of a pair with the names of their sides."""
+    sides = SIDES if len(documents) == len(SIDES) else ("",)
+    return [shown_row(each, tokenizer, side) for each, side in zip(documents, sides) if each.trained_tokens]
+
+
+def _rows_of_source(rows: Rows, sources: Sequence[Source]) -> list[int]:
+    """Prepared rows of each source, whether chosen or not."""
+    counts: list[int] = np.bincount(_trained(Rows(rows.folder)).column("origin"), minlength=len(sources)).tolist()
+    return counts
 
 
 def _input_figures(batches: Batches, tokens_per_second: float | None) -> InputFigures:

@@ -136,7 +136,8 @@ def speed(report: Report) -> str:
 
 def how_chosen(report: Report) -> str:
     several = len({source.path for source in report.sources if source.purpose == "training"}) > 1
-    count = f"{len(report.examples):,} training rows" if not report.paired else f"{len(report.examples) // 2:,} pairs"
+    rows = len({row.source for row in report.examples}) if report.paired else len(report.examples)
+    count = f"{rows:,} {'pairs' if report.paired else 'training rows'}"
     return f"{count}, from the shortest to the longest{' of each source' if several else ''}"
 
 
