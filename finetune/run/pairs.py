@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from finetune.compat.peft_private import adapter_off
 from finetune.config import sections
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
 from finetune.data.rows import Rows
@@ -72,4 +71,8 @@ def caches_reference(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> bool:
 
 def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences:
     """What the recipe learns."""
-    return Preferences(dpo, None if caches_reference(cfg, dpo, launch) else adapter_off)
+    if caches_reference(cfg, dpo, launch):
+        return Preferences(dpo, None)
+    from finetune.compat.peft_private import adapter_off  # PEFT takes seconds to import, and says what it looks for
+
+    return Preferences(dpo, adapter_off)
