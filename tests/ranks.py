@@ -133,3 +133,4 @@ def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> No
         except BaseException:
             connection.send((False, traceback.format_exc()))
         gc.collect()
+        gc.freeze()  # what outlived a scenario stays: collections within the next one need not look at it

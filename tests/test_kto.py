@@ -1,4 +1,4 @@
-"""Answers that are judged one by one: the loss, its reference point, the rows, and one run under every strategy."""
+"""Answers that are judged one by one: the loss, its reference point, the rows, and what a run of them is."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ import pytest
 import scenarios
 import torch
 
+from finetune.checkpoint import resuming
+from finetune.checkpoint.reader import open_checkpoint
 from finetune.config.dpo_section import Dpo
 from finetune.data.batches import Inputs
 from finetune.data.encoding import Row
@@ -125,7 +127,8 @@ def run(ranks: Any, model_folder: Path, answers: tuple[Path, Path], tmp_path_fac
     folder, (train, held_out) = tmp_path_factory.mktemp("kto"), answers
 
     def tune(strategy: str, world_size: int, name: str = "run", **changes: Any) -> list[dict[str, Any]]:
-        dpo = {"loss": "kto"} | {key: changes.pop(f"dpo__{key}") for key in ("reference",) if f"dpo__{key}" in changes}
+        own = [key for key in changes if key.startswith("dpo__")]
+        dpo = {"loss": "kto", **{key.removeprefix("dpo__"): changes.pop(key) for key in own}}
         changes = {"train__steps": 6, "data__eval": str(held_out)} | changes
         config = scenarios.configuration(model_folder, train, folder / name, **changes)
         assert ranks(world_size).run(preferences.tune, config, dpo, strategy=strategy) == [world_size] * world_size
@@ -167,22 +170,6 @@ def test_it_learns_which_answers_are_good(alone: Any):
     assert last["eval_reward_chosen"] > last["eval_reward_rejected"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "adapter"),
-    [
-        ("ddp", 2, "lora"),
-        ("fsdp2", 2, "none"),
-        ("fsdp2", 2, "lora"),
-        ("hsdp", 4, "none"),
-        ("zero2", 2, "none"),
-        ("zero3", 2, "none"),
-        ("zero3", 2, "lora"),
-    ],
-)
-def test_a_strategy_gives_the_run_of_one_process(strategy: str, world_size: int, adapter: str, run: Any, alone: Any):
-    assert_alike(run(strategy, world_size, adapter__type=adapter, train__micro_batch_size=1), alone(adapter))
-
-
 def test_steps_that_are_not_full_are_those_of_one_process(run: Any):
     changes = {"train__steps": None, "train__epochs": 1 / 3, "adapter__type": "lora"}
     expected = run("single", 1, train__micro_batch_size=8, **changes)
@@ -198,10 +185,19 @@ def test_padded_answers_give_the_run_of_flat_ones(run: Any, alone: Any):
     assert_alike(run("ddp", 2, model__attention="sdpa", train__micro_batch_size=2), alone("none"))
 
 
-def test_a_run_resumed_under_another_strategy_goes_on(run: Any, alone: Any):
-    run("fsdp2", 2, "saved", checkpoint__every=3, checkpoint__keep=5)
-    step = run.folder / "saved" / "checkpoints" / "step-00000003"
-    assert_alike(run("zero3", 2, "resumed", checkpoint__resume=str(step)), alone("none")[3:])
+def test_other_weights_of_good_and_bad_answers_are_another_run(run: Any):
+    run("single", 1, "weighted", checkpoint__every=3, dpo__desirable_weight=1.5)
+    with pytest.raises(AssertionError, match=r"dpo.desirable_weight was 1.5 in .* and is 1.0 now: another loss was"):
+        run("single", 1, "weighted", checkpoint__resume="auto", train__overwrite=False)
+
+
+def test_a_checkpoint_of_a_version_without_these_weights_goes_on(run: Any, alone: Any):
+    run("single", 1, "older", checkpoint__every=3, checkpoint__keep=5)
+    latest = open_checkpoint(run.folder / "older" / "checkpoints" / "step-00000003")
+    now = json.loads(json.dumps(latest.contents["run"]["config"]))
+    for section, key in (each.split(".") for each in resuming.LATER):
+        latest.contents["run"]["config"][section].pop(key, None)
+    assert resuming.config_problems(latest, now, precision="no", weights_only=False) == []
 
 
 def test_rows_of_the_other_kind_are_refused_before_the_model_loads(
@@ -213,6 +209,17 @@ def test_rows_of_the_other_kind_are_refused_before_the_model_loads(
     with pytest.raises(InputError, match="60 rows have one answer with a label, but sigmoid compares two"):
         preferences.tune(scenarios.configuration(model_folder, answers[0], tmp_path / "out"), {})
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_that_are_judged_alone_are_not_called_pairs(
+    model_folder: Path, answers: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    changes = {"train__steps": 1, "data__eval": str(answers[1])}
+    preferences.tune(scenarios.configuration(model_folder, answers[0], tmp_path / "a", **changes), {"loss": "kto"})
+    said = capsys.readouterr().out
+    assert "60 judged training answers (preference)" in said
+    assert "7 judged held-out answers (preference)" in said
+    assert "pairs" not in said
 
 
 def test_a_run_says_how_many_held_out_answers_it_trains_on_and_no_more(

@@ -29,8 +29,13 @@ SAME_RUN = {
     "quantization.bits": "it was trained on other frozen weights",
     "dpo.loss": "another loss was learnt",
     "dpo.beta": "another loss was learnt",
+    "dpo.desirable_weight": "another loss was learnt",
+    "dpo.undesirable_weight": "another loss was learnt",
+    "train.batch_warmup": "its steps have other rows",
 }
-"""Keys that must not change, and why."""
+"""Keys that must not change, and why. Sources (data.train, data.stages) may move: their rows are compared instead."""
+LATER = ("dpo.desirable_weight", "dpo.undesirable_weight", "train.batch_warmup")
+"""Those that checkpoints of earlier versions lack, which then have nothing to compare."""
 SAME_OPTIMIZER = ("train.optimizer",)
 NEVER_TOLD = (
     "train.output_dir",
@@ -41,6 +46,7 @@ NEVER_TOLD = (
     "checkpoint.keep",
     "checkpoint.resume",
     "log.every",
+    "log.profile",
     "data.train",
     "data.eval",
     "model.path",
@@ -67,7 +73,7 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
     changed = {
         key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after.get(key)!r} now"
         for key in (*SAME_RUN, *SAME_OPTIMIZER)
-        if before.get(key) != after.get(key)
+        if before.get(key) != after.get(key) and (key in before or key not in LATER)
     }
     found = [f"{changed[key]}: {why}; set it back, or {ANEW}" for key, why in SAME_RUN.items() if key in changed]
     rounded = checkpoint.contents["run"]["strategy"]["precision"]

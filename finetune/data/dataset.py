@@ -157,10 +157,7 @@ def describe(rows: Rows, purpose: str) -> str:
     summary = rows.summary
     formats = ", ".join(summary["formats"])
     trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
-    what = (
-        f"{len(rows) // 2:,} {purpose} pairs" if PREFERENCE in summary["formats"] else f"{len(rows):,} {purpose} rows"
-    )
-    text = f"{what} ({formats}), {tokens:,} tokens, {trained:,} of them trained"
+    text = f"{_count(rows, purpose)} ({formats}), {tokens:,} tokens, {trained:,} of them trained"
     whose = "" if rows.chosen is None else " of all"
     if summary["truncated"]:
         count = summary["truncated"]
@@ -174,6 +171,13 @@ def describe(rows: Rows, purpose: str) -> str:
     for what, count in summary["left_out"].items():
         text += f"; the chat template leaves out {what} of {count:,}{whose}"
     return text
+
+
+def _count(rows: Rows, purpose: str) -> str:
+    if PREFERENCE not in rows.summary["formats"]:
+        return f"{len(rows):,} {purpose} rows"
+    is_judged = bool((rows.trained_tokens.reshape(-1, 2) == 0).any())  # of a pair, one side is left empty
+    return f"{len(rows) // 2:,} " + (f"judged {purpose} answers" if is_judged else f"{purpose} pairs")
 
 
 def rejected_lines(rows: Rows | None) -> Iterator[str]:

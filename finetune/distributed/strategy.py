@@ -125,6 +125,8 @@ def describe(strategy: Strategy) -> str:
     processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
+    if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
+        where += "; this CPU has no units for bf16, so --mixed_precision no is several times faster"
     return f"{strategy.name} on {processes}, computing in {precision}: {where}"
 
 
