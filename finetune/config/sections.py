@@ -219,6 +219,9 @@ class Eval(Section):
 class Log(Section):
     every: PositiveInt = 1
     """Optimizer steps between printed lines when the output is not a terminal. metrics.jsonl has every step."""
+    profile: NonNegativeInt = 0
+    """Optimizer steps of which the first process writes a trace, profile.json.gz in the output folder, from the third
+    that it makes on; 0 for none. Perfetto opens it. Of a few steps: each takes megabytes."""
 
 
 class Run(BaseModel):

@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl")
+PROFILE = "profile.json.gz"
+RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl", PROFILE)
 RESULTS = ("final", "final.tmp", "final.old")
 OWN = {*RECORDS, *(f"{name}.tmp" for name in RECORDS), *RESULTS, "checkpoints", "nvme_offload"}
 LEFT_BEHIND = ".left-behind-"

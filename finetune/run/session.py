@@ -43,6 +43,7 @@ from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.run import model_setup, opening, result
+from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
 from finetune.run.preflight import folder_problems, weight_files
@@ -256,10 +257,13 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps that are left, from 1; before each, random numbers are made a function of it."""
+        profiled = self.cfg.log.profile if self.accelerator.is_main_process else 0
+        step_is_over = self._training.enter_context(between_steps(profiled, self.folder, self.screen.say))
         for step in range(self.progress.step + 1, self.batches.steps + 1):
             # of dropout, for example: other ones on each process
             torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.rank))
             yield step
+            step_is_over()
 
     def micro_batches(self, batch: Batch) -> Iterator[Any]:
         """This process's micro-batches of a step, on its device."""
