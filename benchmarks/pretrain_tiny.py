@@ -9,6 +9,7 @@ those of a unigram and a bigram model of the same training rows.
 import argparse
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ import torch
 
 from finetune.config.command_line import parse
 from finetune.config.token_budget import in_rows
+from finetune.data.batches import Batches
 from finetune.data.encoding import Row
 from finetune.models.spec import ModelSpec
 from finetune.output.run_files import environment
@@ -82,6 +84,7 @@ def rows_of(cfg: pretrain.Config) -> tuple[Iterable[Row], Iterable[Row]]:
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=False, dtype=torch.float32)
     batches, held_out = corpus_of(cfg, tokenizer, spec)
+    assert isinstance(batches, Batches)
     assert held_out is not None
     return batches.rows, held_out
 
@@ -100,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, required=True, help="a plain text")
     options, extra = parser.parse_known_args()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # else it is bf16 on CPUs that compute in it, with another loss
     found = measured(options.train, extra)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(table(found))

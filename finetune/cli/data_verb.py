@@ -100,11 +100,12 @@ def _report(
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
     launch = distributed.Strategy.from_environment()
-    refuse_if_any(configuration_problems(cfg) + _problems_of_recipe(cfg, launch.world_size))
-    cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) else cfg
+    found = _problems_of_recipe(cfg, launch.world_size)
+    cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) and not found else cfg
+    refuse_if_any(configuration_problems(cfg) + found)
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
     dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     paired = isinstance(cfg, PairedRun)
     settings = settings_of(cfg.data, tokenizer, spec, paired=paired)

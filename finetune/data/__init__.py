@@ -5,5 +5,5 @@ to a conversation), ``templates``, ``template_process`` and ``chat_template`` (a
 assistant's part of it), ``encoding`` (text to tokens and spans), ``encoding_workers`` (on all cores), ``rows`` (into
 the cache, and read back), ``dataset`` (the rows of a run), ``streaming`` (rows without a cache), ``packing`` and
 ``concatenation`` (documents that share rows), ``sampler`` (which rows in which step), ``batches`` (the rows of a step,
-and their tensors), ``stages`` (batches that grow, and sources that change).
+and their tensors), ``stages`` (batches that grow, and sources that change), ``text_stream`` (a corpus without a cache).
 """

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -262,6 +263,32 @@ class Rows:
         copy = np.empty(len(self), np.int32)
         copy[order] = np.arange(len(self)) - first
         return copy
+
+    def continues(self, length: int) -> np.ndarray:
+        """Whether each row is the next part of the text of the row before it, and begins with that one's last token.
+
+        Args:
+            length: tokens at which texts were cut.
+
+        Returns:
+            bool, of shape (rows,).
+        """
+        first, last, lengths, sources = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[pa.Array]()
+        for batch in self._batches():
+            column = batch.column("tokens")
+            tokens, edges = column.flatten().to_numpy(), column.offsets.to_numpy()
+            first.append(tokens[edges[:-1]])
+            last.append(tokens[edges[1:] - 1])
+            lengths.append(np.diff(edges))
+            sources.append(batch.column("source"))
+        source = pa.chunked_array(sources, pa.string())
+        is_same = pc.call_function("equal", [source[1:], source[:-1]]).to_numpy()
+        is_full = np.concatenate(lengths)[:-1] == length
+        stored = is_same & is_full & (np.concatenate(last)[:-1] == np.concatenate(first)[1:])
+        found = np.concatenate([[False], stored])
+        if self.chosen is None:
+            return found
+        return found[self.chosen] & np.concatenate([[False], np.diff(self.chosen) == 1])
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -94,12 +94,18 @@ class Staged(Batches):
 
     def describe(self) -> list[str]:
         """Lines for the run's output."""
-        lines = [line for mix in self.mixes for line in mix.describe()]
-        for stage, before in zip(self.stages, self._first_step):
-            sources = ", of data.train" if stage.mix == 0 else f", of data.stages {stage.mix}"
-            which = sources if len(self.mixes) > 1 else ""
-            lines.append(f"steps {before + 1:,} to {before + stage.steps:,}: {stage.rows:,} rows each{which}")
-        return lines
+        return [*(line for mix in self.mixes for line in mix.describe()), *stage_lines(self.stages)]
+
+
+def stage_lines(stages: Sequence[Stage]) -> list[str]:
+    """Lines for the run's output: the steps of each stage, and what they train."""
+    lines, before, changes = list[str](), 0, any(stage.mix for stage in stages)
+    for stage in stages:
+        sources = ", of data.train" if stage.mix == 0 else f", of data.stages {stage.mix}"
+        last = before + stage.steps
+        lines.append(f"steps {before + 1:,} to {last:,}: {stage.rows:,} rows each{sources if changes else ''}")
+        before = last
+    return lines
 
 
 class Joined(Rows):

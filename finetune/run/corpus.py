@@ -1,5 +1,7 @@
 """What a recipe that learns from a corpus refuses beside ``preflight``, and its rows."""
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_classes import CorpusRun
@@ -9,6 +11,8 @@ from finetune.data.batches import Batches
 from finetune.data.concatenation import Concatenated
 from finetune.data.rows import Rows
 from finetune.data.stages import Staged
+from finetune.data.streaming import Stream
+from finetune.data.text_stream import ConcatenatedStream, StagedStream
 from finetune.errors import InputError, refuse_if_any
 from finetune.models.spec import ModelSpec
 from finetune.run.inputs import batches_of, load_rows, settings_of
@@ -20,7 +24,6 @@ def corpus_problems(cfg: CorpusRun, world_size: int) -> list[str]:
     """What contradicts learning from a corpus, as sentences."""
     data = cfg.data
     found = {
-        "data.streaming: a corpus is prepared before training; set it to false.": data.streaming,
         f"data.format {data.format}: a corpus is of texts; leave it at auto, or set it to text.": (
             data.format not in ("auto", "text")
         ),
@@ -33,7 +36,9 @@ def corpus_problems(cfg: CorpusRun, world_size: int) -> list[str]:
     return problems + budget_problems(cfg) + warmup_problems(cfg, world_size)
 
 
-def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> tuple[Batches, Measured | None]:
+def corpus_of(
+    cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+) -> tuple[Batches | Stream, Measured | None]:
     """The rows of each step, and the held-out texts.
 
     Args:
@@ -42,25 +47,28 @@ def corpus_of(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpe
     Raises:
         InputError: as ``load_rows``, and for rows that are no texts.
     """
-    documents, held_out = load_rows(cfg.data, tokenizer, spec)
-    later = [cfg.data.model_copy(update={"train": each.train, "eval": None}) for each in cfg.data.stages]
-    mixes = [documents, *(load_rows(data, tokenizer, spec)[0] for data in later)]
-    refuse_if_any(text_problems(*mixes, held_out))
+    data = cfg.data
+    if data.streaming:  # what is no text is a bad row: it is seen when it is read
+        data = data.model_copy(update={"format": "text"})
+    documents, held_out = load_rows(data, tokenizer, spec)
+    later = [data.model_copy(update={"train": each.train, "eval": None}) for each in data.stages]
+    mixes = [(data, documents), *((each, load_rows(each, tokenizer, spec)[0]) for each in later)]
+    refuse_if_any(text_problems(*(rows for _, rows in mixes), held_out))
 
-    def batches(mix: int, steps: int | None, rows_of_step: int) -> Batches:
-        rows, data = mixes[mix], cfg.data
+    def batches(mix: int, steps: int | None, rows_of_step: int) -> Any:
+        (data, rows), stream = mixes[mix], Stream
         if data.packing == "concatenate":
-            assert rows is not None
-            rows, data = Concatenated(rows, data.max_length), data.model_copy(update={"packing": False})
-            if not len(rows):
+            data, stream = data.model_copy(update={"packing": False}), ConcatenatedStream
+            rows = None if rows is None else Concatenated(rows, data.max_length)
+            if rows is not None and not len(rows):
                 raise InputError(f"{', '.join(rows.summary['sources'])}: no row has two tokens; give more text.")
         train = cfg.train.model_copy(update={"steps": steps, "global_batch_size": rows_of_step})
-        found = batches_of(data, train, tokenizer, spec, rows)
-        assert isinstance(found, Batches)
-        return found
+        return batches_of(data, train, tokenizer, spec, rows, stream=stream)
 
-    is_staged = cfg.data.stages or cfg.train.batch_warmup
-    found = Staged(stages_of(cfg), batches) if is_staged else batches(0, cfg.train.steps, cfg.train.global_batch_size)
+    if cfg.data.stages or cfg.train.batch_warmup:
+        found = (StagedStream if data.streaming else Staged)(stages_of(cfg), batches)
+    else:
+        found = batches(0, cfg.train.steps, cfg.train.global_batch_size)
     return found, None if held_out is None else Measured(held_out, tokenizer)
 
 

@@ -84,12 +84,14 @@ def batches_of(
     rows: Rows | None,
     *,
     paired: bool = False,
+    stream: type[streaming.Stream] = streaming.Stream,
 ) -> batches.Batches | streaming.Stream:
     """Which rows are trained in which optimizer step: a function of (seed, epoch, step).
 
     Args:
         rows: None to read them as they are needed.
         paired: every two that follow one another are a row of the input.
+        stream: how they are read then.
     """
     form: dict[str, Any] = {
         "packing": data.packing,
@@ -102,7 +104,7 @@ def batches_of(
         length: dict[str, Any] = {"steps": train.steps, "epochs": train.epochs}
         return batches.Batches(rows, max_length=data.max_length, paired=paired, **length, **form)
     assert train.steps is not None  # refused before
-    return streaming.Stream(
+    return stream(
         dataset.named_sources(data.train),
         tokenizer,
         settings_of(data, tokenizer, spec),

@@ -62,7 +62,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         now = cfg.model_dump()
         refuse_if_any(resuming.config_problems(resumes_from, now, precision=precision, weights_only=weights_only))
     dtype = distributed.compute_dtype(launch, cfg.train.weights)
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing, dtype=dtype)
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
     stored_bits = spec.stored_bits
     refuse_if_any(
         model_problems(spec, cfg.data, dtype)
@@ -120,7 +120,7 @@ def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> 
     """
     found = quantization.problems(spec.config, spec.bits)
     found += loading.attention_problems(spec.config, spec.section.attention, spec.section.trust_remote_code)
-    if data.packing:
+    if data.packing is True:  # rows that cut through documents are one document each
         found += packing_support.problems(
             spec.config,
             attention=spec.attention,
