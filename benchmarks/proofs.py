@@ -35,6 +35,7 @@ MATRICES = {
     "test_state": "launches x optimizers x weights",
     "test_launch": "strategy files, by accelerate launch",
     "test_families": "families x strategies",
+    "test_recipes": "recipes x strategies x processes x full weights, LoRA or QLoRA",
     "test_kills": "launches x kinds of kill x moments, and each change of files",
 }
 """Test files and the axes of their points."""

@@ -64,7 +64,7 @@ LONGEST = [
     "test_fp16",
     "test_not_finite",
     "test_mutations",
-    "test_dpo",
+    "test_recipes",
     "test_pretrain",
 ]
 """Files that take longest, which run first: two workers then end at about the same time."""

@@ -1,4 +1,4 @@
-"""Preference tuning: the losses, the pairs, and one run under every strategy."""
+"""Preference tuning: what is learnt of pairs, in steps that are full and not, and references that are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -73,22 +73,6 @@ def test_it_learns_which_answer_is_chosen(alone: Any):
     assert last["eval_accuracy"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "adapter"),
-    [
-        ("ddp", 2, "lora"),
-        ("fsdp2", 2, "none"),
-        ("fsdp2", 2, "lora"),
-        ("hsdp", 4, "none"),
-        ("zero2", 2, "none"),
-        ("zero3", 2, "none"),
-        ("zero3", 2, "lora"),
-    ],
-)
-def test_a_strategy_gives_the_run_of_one_process(strategy: str, world_size: int, adapter: str, run: Any, alone: Any):
-    assert_alike(run(strategy, world_size, adapter__type=adapter, train__micro_batch_size=1), alone(adapter))
-
-
 @pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo", "cpo"])
 def test_steps_and_held_out_pairs_that_are_not_full_are_those_of_one_process(loss: str, run: Any):
     """16 of 20 pairs fill two steps, and 2 processes share 7 held-out ones."""
@@ -143,10 +127,3 @@ def test_references_go_on_where_a_killed_run_was(
     preferences.tune(config, {})
     assert len(computed) == 13 + (15 + 2) - 10
     assert_alike(scenarios.read_metrics(tmp_path / "run"), alone("none"))
-
-
-def test_a_run_resumed_under_another_strategy_goes_on_with_the_first_models_references(run: Any, alone: Any):
-    run("fsdp2", 2, "saved", checkpoint__every=3, checkpoint__keep=5)
-    step = run.folder / "saved" / "checkpoints" / "step-00000003"
-    resumed = run("zero3", 2, "resumed", checkpoint__resume=str(step))
-    assert_alike(resumed, alone("none")[3:])
