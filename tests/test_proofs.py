@@ -22,19 +22,26 @@ def test_proof_is_of_the_present_sources(matrix: str):
     assert proofs.problem(matrix) is None
 
 
+def _files_of(options: str) -> set[str]:
+    """The test files that the Makefile's one pytest command with these options names."""
+    (command,) = re.findall(rf"PYTEST\) .*{options} ((?:.*\\\n)*.*)", MAKEFILE)
+    return {Path(name).stem for name in re.findall(r"tests/\S+", command)}
+
+
 def test_make_prove_runs_every_matrix_and_records_it():
-    (command,) = re.findall(r"PYTEST\) .*--record-proofs((?:.*\\\n)*.*)", MAKEFILE)
-    assert {Path(name).stem for name in re.findall(r"tests/\S+", command)} == set(proofs.MATRICES)
+    assert _files_of(r"--record-proofs") == set(proofs.MATRICES)
 
 
-def test_every_test_file_with_points_that_are_left_to_make_prove_is_a_matrix():
+def test_make_prove_runs_every_test_file_with_points_that_are_left_to_it():
     leaving = {
         path.stem
         for path in proofs.TESTS.glob("test_*.py")
         if path != Path(__file__)
         and re.search(r"^from covering import (covered|thinned)\b|mark\.prove\b", path.read_text(), re.MULTILINE)
     }
-    assert leaving - {"test_covering"} == {*proofs.MATRICES, "test_demo"}  # a longer demo leaves no record
+    without_record = _files_of(r"-m prove")
+    assert leaving - {"test_covering"} == {*proofs.MATRICES, *without_record}
+    assert not without_record & set(proofs.MATRICES)
 
 
 @pytest.mark.parametrize("matrix", proofs.MATRICES)
