@@ -43,7 +43,7 @@ STARTING_PROCESSES = {
 }
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
 ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_up"}
-"""Files in which instants count; marked ``alone``."""
+"""Files in which instants count; marked ``alone``, and run when the others are done."""
 SHORTER = {"test_adapters": 5, "test_parity": 10}
 """Steps of the runs of a file, but where proofs are recorded."""
 LONGEST = [

@@ -83,8 +83,9 @@ def some_held_out(folder: Path) -> Path:
     return held_out
 
 
+@pytest.mark.prove  # a notebook trains more with its settings, in `make test`
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
-    """A few of its steps, on a few held-out rows; a notebook trains more, with these settings."""
+    """A few of its steps, on a few held-out rows."""
     held_out = some_held_out(tmp_path)
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"]
     command += ["--mixed_precision", native_precision()]  # where a CPU has no units for bf16, fp32 is 15 times as fast
