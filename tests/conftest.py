@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,9 @@ ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_u
 """Files in which instants count; marked ``alone``, and run when the others are done."""
 SHORTER = {"test_adapters": 5, "test_parity": 10}
 """Steps of the runs of a file, but where proofs are recorded."""
+RUNS_OF_A_GROUP = 50
+"""After which its processes are new ones. Runs leave threads of groups that nobody left, which wake a hundred times a
+second: four idle processes came to a sixth of a core in a run of all tests, and collectives beside them had to wait."""
 LONGEST = [
     "test_notebooks",
     "test_demo",
@@ -108,14 +112,18 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_conversations(tmp_path_factory.mktemp("data") / "held_out.jsonl", rows=11, seed=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(n)``: the group of n processes, started at its first use and kept."""
+    """``ranks(n)``: the group of n processes, started at its first use and kept for the tests of a file."""
     groups: dict[int, Ranks] = {}
+    asked: Counter[int] = Counter()
 
     def group(world_size: int) -> Ranks:
         if world_size not in groups:
             groups[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}"))
+        asked[world_size] += 1
+        if asked[world_size] % RUNS_OF_A_GROUP == 0:
+            groups[world_size].stop()  # it starts anew when it is asked
         return groups[world_size]
 
     yield group
