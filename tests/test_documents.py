@@ -31,7 +31,7 @@ from benchmarks import (
     trl_reference,
 )
 from benchmarks.tables import PARTS, recorded, with_part
-from finetune.cli import commands
+from finetune.cli import commands, talk_options
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
@@ -213,8 +213,9 @@ def check_accelerate(arguments: list[str]) -> None:
 def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command's own parser, with what it would do taken away; by the recipe's sections what it passes on."""
     taken: list[Any] = []
-    for name in ("_init", "_merge", "_data", "_plan", "_list_checkpoints", "_verify_checkpoints", "_export_checkpoint"):
-        monkeypatch.setattr(commands, name, lambda options: taken.append(options) or 0)
+    verbs = ["_init", "_merge", "_data", "_plan", "_list_checkpoints", "_verify_checkpoints", "_export_checkpoint"]
+    for module, name in [*((commands, verb) for verb in verbs), (talk_options, "_generate"), (talk_options, "_chat")]:
+        monkeypatch.setattr(module, name, lambda options: taken.append(options) or 0)
     assert commands.main(arguments) == 0
     [options] = taken
     if options.verb in ("data", "plan") and options.others:

@@ -129,6 +129,39 @@ def convert_pair(value: Any) -> tuple[Example, Example]:
     return chosen, rejected
 
 
+def convert_prompt(value: Any) -> Example:
+    """What a record asks, in any format: what stands before its last answer, or all of it where it has none.
+
+    A ``prompt`` that is a text is what a user says, unless a text follows it in ``completion``: such rows are trained
+    without a chat template.
+
+    Raises:
+        BadRow: with the reason, if it asks nothing.
+    """
+    if not isinstance(value, dict):
+        raise BadRow("the row is not an object")
+    prompt = _read(_prompt_of_pair(value))
+    if isinstance(prompt, str) or (prompt is None and value.get("text") is not None):
+        key = "text" if prompt is None else "prompt"
+        text = _text(value, key)
+        check_characters(text, f"the key `{key}`")
+        if key == "text" or isinstance(value.get("completion"), str):
+            return Example(None, prompt=text)
+        prompt = [{"role": "user", "content": text}]
+    if prompt is None:
+        raise BadRow(
+            f"the row has {_seen(value)}, and asks nothing: give prompt, messages, conversations or instruction"
+        )
+    messages, _ = canonical_messages(_as_messages(prompt, "messages"))
+    if system := _optional_text(value, "system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if all(message["role"] in ("system", "developer") for message in messages):
+        raise BadRow("it has no question")
+    return Example(messages, canonical_tools(value))
+
+
 def convert_compared(value: Any) -> tuple[Example | None, Example | None]:
     """The chosen and the rejected answer of a record, as ``convert_pair``; or the only one where it is judged alone.
 

@@ -1,4 +1,5 @@
 """Export of models: ``merge`` (adapter into base), ``checkpoint_export``, ``comparison`` (merged with unmerged).
 
-``adapter_source`` reads the adapter to merge, ``adapted_model`` runs it unmerged.
+``results`` finds what a run left in a folder, ``adapter_source`` reads an adapter there, ``adapted_model`` runs it
+unmerged.
 """

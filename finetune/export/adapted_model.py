@@ -32,6 +32,17 @@ def load_as_trained(source: AdapterSource) -> PreTrainedModel:
     return on_device(model)
 
 
+def load_to_answer(source: AdapterSource, dtype: torch.dtype) -> PreTrainedModel:
+    """The base, quantised where it was for training, and the unmerged adapter in fp32.
+
+    Args:
+        dtype: of computation, and of weights that are not quantised.
+    """
+    model = _load_base(source, source.bits, dtype)
+    _attach(model, source)
+    return on_device(model)
+
+
 def load_merged(source: AdapterSource, *, dequantized: bool, dtype: torch.dtype) -> PreTrainedModel:
     """Base and adapter as one model, on the CPU.
 

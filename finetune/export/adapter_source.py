@@ -22,6 +22,7 @@ from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any
+from finetune.export.results import result_at
 from finetune.models import adapter, quantization, weights
 from finetune.models import loading as models
 
@@ -107,28 +108,18 @@ def _unreadable(problem: str) -> InputError:
 
 
 def _find(path: Path) -> tuple[Path, Path | None]:
-    """The adapter's folder, and its run.yaml, which lies with it or one folder above final/."""
-    if not path.is_dir():
-        raise InputError(f"There is no folder {path}; give the output folder of a run, or the folder of an adapter.")
-    is_result = (path / "adapter_config.json").is_file() or (path / "config.json").is_file()
-    if not is_result and not (path / "run.yaml").is_file():
+    """The adapter's folder, and its run.yaml, if it has one."""
+    result = result_at(path)
+    if not result.is_adapter:
         raise InputError(
-            f"{path} has neither run.yaml nor adapter_config.json; give the output folder of a run, or the folder of "
-            "an adapter."
+            f"{result.folder} is a full model, not an adapter, so there is nothing to merge; use it as it is."
         )
-    folder = path if is_result else path / "final"
-    if not folder.is_dir():
-        raise InputError(f"{path} has a run without a result: final/ is missing; let it finish, or give another run.")
-    if not (folder / "adapter_config.json").is_file():
-        raise InputError(f"{folder} is a full model, not an adapter, so there is nothing to merge; use it as it is.")
-    if not (folder / adapter.WEIGHTS).is_file():
+    if not (result.folder / adapter.WEIGHTS).is_file():
         raise InputError(
-            f"{folder} has no {adapter.WEIGHTS}; save the adapter as safetensors (pickle files are not read, "
-            "because they can "
-            "run code)."
+            f"{result.folder} has no {adapter.WEIGHTS}; save the adapter as safetensors (pickle files are not read, "
+            "because they can run code)."
         )
-    above = [folder.resolve().parent / "run.yaml"] if folder.resolve().name == "final" else []
-    return folder, next((run for run in (folder / "run.yaml", *above) if run.is_file()), None)
+    return result.folder, result.run
 
 
 def _named_in(folder: Path) -> dict[str, Any]:

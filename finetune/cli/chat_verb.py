@@ -1,0 +1,60 @@
+"""``finetune chat``: a conversation in the terminal."""
+
+import argparse
+import sys
+from contextlib import suppress
+
+from finetune.cli.generate_verb import manner_of, speakers_of
+from finetune.errors import InputError
+from finetune.generation.dialogue import Dialogue
+
+COMMANDS = "/reset begins again, /system TEXT begins again with what the system says, /exit ends; Ctrl-C ends an answer"
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        InputError: for wrong input, before weights load where that can be known.
+    """
+    with suppress(ImportError):  # lines can be edited, where Python has it
+        import readline  # noqa: F401
+
+    manner = manner_of(options)
+    dialogues = [Dialogue(speaker, manner, options.system) for speaker in speakers_of(options)]
+    for dialogue in dialogues:
+        dialogue.check()
+    print(COMMANDS)
+    while True:
+        try:
+            said = input("> ").strip()
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return 0
+        if not said:
+            continue
+        command, _, rest = said.partition(" ")
+        if command == "/exit":
+            return 0
+        if command in ("/reset", "/system"):
+            for dialogue in dialogues:
+                dialogue.reset(rest.strip() or None if command == "/system" else dialogue.system)
+        elif command.startswith("/"):
+            print(COMMANDS)
+        else:
+            _answer(dialogues, said)
+
+
+def _answer(dialogues: list[Dialogue], said: str) -> None:
+    for dialogue in dialogues:
+        if len(dialogues) > 1:
+            print(f"[{dialogue.speaker.name}]")
+        try:
+            answer = dialogue.ask(said, lambda piece: print(piece, end="", flush=True))
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        print(" ..." if answer.is_cut else "", end="\n\n")

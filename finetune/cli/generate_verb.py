@@ -1,0 +1,125 @@
+"""``finetune generate``: the answer to a prompt, or to every row of a file."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from finetune.errors import InputError, refuse_if_any
+from finetune.generation.manner import Manner
+from finetune.generation.prompts import Prompt, prompt_of, read_prompts
+from finetune.generation.speaker import Answer, Speaker, load_speakers
+
+
+def manner_of(options: argparse.Namespace) -> Manner:
+    """How to answer, by the options that both verbs have."""
+    return Manner(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+
+
+def speakers_of(options: argparse.Namespace) -> list[Speaker]:
+    """Who is to answer, by the options that both verbs have."""
+    return load_speakers(
+        options.model,
+        base_model=options.base_model,
+        bits=options.bits,
+        chat_template=options.chat_template,
+        compared=options.compare,
+    )
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        InputError: for wrong input, before weights load where that can be known.
+    """
+    refuse_if_any(_contradictions(options))
+    manner = manner_of(options)
+    if options.prompts is None:
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
+    prompts = read_prompts(options.prompts)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and output.exists():
+        raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
+    speakers = speakers_of(options)
+    asked = [speaker.prompt_tokens(prompts) for speaker in speakers]  # all of them, before the first is answered
+    with _opened(output) as file:
+        begins = range(0, len(prompts), options.batch_size)
+        shown = Console(stderr=True)
+        for begin in track(begins, "Answering", console=shown, transient=True, disable=not shown.is_terminal):
+            batch = slice(begin, begin + options.batch_size)
+            answers = [speaker.answers(tokens[batch], manner) for speaker, tokens in zip(speakers, asked)]
+            for prompt, *said in zip(prompts[batch], *answers):
+                print(json.dumps(prompt.record | _named(said), ensure_ascii=False), file=file, flush=True)
+    if output is not None:
+        print(f"{len(prompts):,} rows with their answers are in {output}")
+    return 0
+
+
+def _contradictions(options: argparse.Namespace) -> list[str]:
+    of_a_file, of_a_prompt = options.prompts is not None, options.prompt is not None
+    found = {
+        "Give one of both: a prompt, or a file of prompts with --prompts.": of_a_file == of_a_prompt,
+        "--output is for the answers to a file; add --prompts.": options.output is not None and not of_a_file,
+        "--json is for one prompt; the answers to a file are JSON already, leave it out.": options.json and of_a_file,
+        "--system is for one prompt; rows of a file have a system message of their own, leave it out.": (
+            options.system is not None and of_a_file
+        ),
+        "--plain is for one prompt; rows of a file say what they are, leave it out.": options.plain and of_a_file,
+        "--system belongs to a conversation, and --plain continues a text; leave one of them out.": (
+            options.plain and options.system is not None and not of_a_file
+        ),
+        f"--batch-size {options.batch_size}: give a number from 1 on.": options.batch_size < 1,
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> int:
+    speakers = speakers_of(options)
+    asked = [speaker.prompt_tokens([prompt])[0] for speaker in speakers]
+    if len(speakers) == 1 and not options.json:
+        answer = speakers[0].streamed(asked[0], manner, lambda piece: print(piece, end="", flush=True))
+        print()
+        _tell_if_cut([answer], manner)
+        return 0
+    answers = [speaker.answers([tokens], manner)[0] for speaker, tokens in zip(speakers, asked)]
+    if options.json:
+        record = prompt.record | _named(answers) | {"tokens": answers[-1].tokens, "is_cut": answers[-1].is_cut}
+        print(json.dumps(record, indent=2, ensure_ascii=False))
+        return 0
+    table = Table(*(speaker.name for speaker in speakers), show_lines=True)
+    table.add_row(*(answer.text for answer in answers))
+    Console().print(table)
+    _tell_if_cut(answers, manner)
+    return 0
+
+
+def _tell_if_cut(answers: Sequence[Answer], manner: Manner) -> None:
+    if any(answer.is_cut for answer in answers):
+        print(f"(cut after {manner.max_new_tokens} tokens; --max-new-tokens N for more)", file=sys.stderr)
+
+
+def _named(answers: Sequence[Answer]) -> dict[str, Any]:
+    *of_base, own = answers
+    return {"answer": own.text} | dict(zip(["base_answer"], (answer.text for answer in of_base)))
+
+
+@contextmanager
+def _opened(output: Path | None) -> Iterator[TextIO]:
+    if output is None:
+        yield sys.stdout
+        return
+    try:
+        file = output.open("x", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {output} cannot be created ({error.strerror}); choose another file.") from error
+    with file:
+        yield file

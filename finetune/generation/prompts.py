@@ -1,0 +1,64 @@
+"""What a file of prompts asks: rows in any format that training reads, up to their last answer."""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from finetune.data import sources
+from finetune.data.formats import Example, convert_prompt
+from finetune.data.sources import Record, Source
+from finetune.errors import BadRow, InputError, refuse_if_any
+
+MOST_SHOWN = 5
+"""Rows that cannot be asked, of which the reason is said."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is to answer, or to continue."""
+
+    source: str
+    """Where it comes from, for the sentence that refuses it."""
+    asked: Example
+    record: dict[str, Any]
+    """The row that it was read from, as it stands."""
+
+
+def prompt_of(text: str, *, system: str | None, plain: bool) -> Prompt:
+    """A text that somebody typed.
+
+    Raises:
+        InputError: if it is blank.
+    """
+    if not text.strip():
+        raise InputError("The prompt is empty; give a text, or a file of prompts with --prompts.")
+    if plain:
+        return Prompt("the prompt", Example(None, prompt=text), {"prompt": text})
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = Example([*messages, {"role": "user", "content": text}])
+    return Prompt("the prompt", asked, {"prompt": text})
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """The prompts of a file, in its order.
+
+    Raises:
+        InputError: with file and line of the first rows that ask nothing; there is no such file, or nothing in it.
+    """
+    source = Source(path)
+    refuse_if_any([f"--prompts {problem}" for problem in sources.problems([source])])
+    found: list[Prompt] = []
+    wrong: list[str] = []
+    for each in sources.read(source):
+        try:
+            if not isinstance(each, Record):
+                raise BadRow(each.reason)
+            found.append(Prompt(each.source, convert_prompt(each.value), each.value))
+        except BadRow as reason:
+            wrong.append(f"{each.source}: {reason}; correct the row, or leave it out.")
+    if len(wrong) > MOST_SHOWN:
+        wrong = [*islice(wrong, MOST_SHOWN), f"{len(wrong) - MOST_SHOWN:,} more rows cannot be asked."]
+    refuse_if_any(wrong)
+    if not found:
+        raise InputError(f"--prompts {path}: there are no rows in it; give a file with a prompt in each.")
+    return found

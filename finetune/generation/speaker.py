@@ -1,0 +1,267 @@
+"""A model that answers: a run, an adapter or a model by its folder or hub id, with its tokenizer and its template."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from finetune.data.template_process import Conversation, TemplateProcess
+from finetune.distributed.strategy import native_precision
+from finetune.errors import BadRow, InputError, refuse_if_any
+from finetune.export import adapted_model, adapter_source
+from finetune.export.results import Result, result_at
+from finetune.generation.manner import Manner
+from finetune.generation.prompts import Prompt
+from finetune.models import loading as models
+from finetune.models import quantization, weights
+from finetune.models.end_tokens import end_tokens_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said."""
+
+    text: str
+    tokens: int
+    """The one that ends it included."""
+    is_cut: bool
+    """It did not end by itself."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model on its device, and what it takes to ask it."""
+
+    name: str
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: tuple[int, ...]
+    """At which an answer ends: those of the model's files, and the tokenizer's own, as in training."""
+    without_adapter: bool = False
+    """It is the base of the model that answers."""
+
+    @cached_property
+    def positions(self) -> int | None:
+        """Of prompt and answer together, at most; None for a model without limit."""
+        return models.most_positions(self.model.config.get_text_config())
+
+    @cached_property
+    def _template(self) -> TemplateProcess:
+        return TemplateProcess(self.tokenizer)
+
+    def prompt_tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Tokens up to where the answers begin: conversations by the chat template, texts as they stand.
+
+        Raises:
+            InputError: if a model without a chat template is given a conversation, the template refuses one, or one
+                leaves no position for an answer.
+        """
+        talks = [each for each in prompts if each.asked.messages is not None]
+        if talks and self.tokenizer.chat_template is None:
+            raise InputError(
+                f"{self.name} has no chat template, so it continues texts and holds no conversation; add --plain, or "
+                "give a template with --chat-template."
+            )
+        rendered = iter(self._template.render([_conversation(each) for each in talks]) if talks else [])
+        found, wrong = [], []
+        for each in prompts:
+            is_text, text = each.asked.messages is None, each.asked.prompt
+            if not is_text:
+                turns = next(rendered)
+                if isinstance(turns, BadRow):
+                    wrong.append(f"{each.source}: {turns}; correct it, or leave it out.")
+                    continue
+                text = turns[0].text
+            ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
+            if self.positions is not None and len(ids) >= self.positions:
+                wrong.append(
+                    f"{each.source}: {len(ids):,} tokens leave no room for an answer, because {self.name} has "
+                    f"{self.positions:,} positions; make it shorter."
+                )
+            found.append(list(ids))
+        refuse_if_any(wrong)
+        return found
+
+    def answers(self, prompts: Sequence[Sequence[int]], manner: Manner) -> list[Answer]:
+        """Answers to prompts that are computed in one batch; shorter ones are padded on the left."""
+        longest = max(map(len, prompts))
+        output = self._generate(prompts, manner, None)
+        return [self._answer(row) for row in output[:, longest:].tolist()]
+
+    def streamed(self, prompt: Sequence[int], manner: Manner, say: Callable[[str], None]) -> Answer:
+        """The answer to one prompt, of which ``say`` is given each piece of text as it is made.
+
+        After a KeyboardInterrupt the answer is what was said until then.
+        """
+        streamer = _Pieces(self.tokenizer, say)
+        try:
+            (row,) = self._generate([prompt], manner, streamer).tolist()
+        except KeyboardInterrupt:
+            streamer.end()
+            return Answer("".join(streamer.pieces).strip(), streamer.tokens, True)
+        return self._answer(row[len(prompt) :])
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[Sequence[int]], manner: Manner, streamer: Any) -> torch.Tensor:
+        encoded = self.tokenizer.pad(
+            {"input_ids": [list(prompt) for prompt in prompts]}, padding_side="left", return_tensors="pt"
+        ).to(self.model.device)
+        room = manner.max_new_tokens
+        if self.positions is not None:
+            room = min(room, self.positions - encoded["input_ids"].shape[1])
+        torch.manual_seed(manner.seed)
+        with self._as_it_answers():
+            output: torch.Tensor = self.model.generate(
+                **encoded,
+                **manner.arguments(),
+                max_new_tokens=room,
+                eos_token_id=list(self.end_tokens) or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+                streamer=streamer,
+            )
+        return output
+
+    def _as_it_answers(self) -> Any:
+        if not self.without_adapter:
+            return nullcontext()
+        from finetune.compat.peft_private import adapter_off
+
+        return adapter_off(self.model)
+
+    def _answer(self, row: list[int]) -> Answer:
+        end = next((i for i, token in enumerate(row) if token in self.end_tokens), None)
+        mine = row if end is None else row[:end]
+        return Answer(models.answer_texts(self.tokenizer, [mine])[0], len(mine) + (end is not None), end is None)
+
+
+class _Pieces(TextStreamer):
+    """Gives each piece of text to a function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.say = say
+        self.pieces: list[str] = []
+        self.tokens = -1  # the first call brings the prompt
+
+    def put(self, value: torch.Tensor) -> None:
+        """One more token, or the prompt."""
+        self.tokens += 1
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """A piece that no later token changes."""
+        self.pieces.append(text)
+        self.say(text)
+
+
+def _conversation(prompt: Prompt) -> Conversation:
+    return Conversation(prompt.source, prompt.asked.messages or [], prompt.asked.tools, form="prompt")
+
+
+def load_speakers(
+    path: str, *, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+) -> list[Speaker]:
+    """The model that a path names; before it the one that it was trained from, where they are compared.
+
+    A base answers through the same tokenizer and template, so that both are asked the same.
+
+    Args:
+        path: output folder of a run, or folder of an adapter or of a model, or a model's id on the hub.
+        base_model: folder of an adapter's base, if it was moved.
+        bits: 4 or 8, to quantise a model; of an adapter's base, if there is no run.yaml.
+        chat_template: Jinja file, instead of the tokenizer's own template.
+
+    Raises:
+        InputError: if there is no such model, or it cannot be loaded, before weights load where that can be known.
+    """
+    models.quiet()
+    if chat_template is not None and not Path(chat_template).is_file():
+        raise InputError(f"--chat-template {chat_template}: there is no such file; check its name.")
+    is_here = Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1
+    result = result_at(Path(path)) if is_here else None
+    if result is not None and result.is_adapter:
+        return _adapted(path, base_model, bits, chat_template, compared)
+    if base_model is not None:
+        raise InputError(f"--base-model: {path} is a model and not an adapter; leave it out.")
+    folder = path if result is None else str(result.folder)
+    before = _trained_from(path, result) if compared else None  # refused before weights load
+    own = _whole(folder, folder, bits, chat_template)
+    if before is None:
+        return [own]
+    return [_whole(before, folder, bits, chat_template), own]
+
+
+def _adapted(
+    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+) -> list[Speaker]:
+    source = adapter_source.read(Path(path), base_model=base_model, bits=bits)
+    has_own = (source.folder / "tokenizer_config.json").is_file()
+    where, revision = (str(source.folder), None) if has_own else (source.base, source.revision)
+    tokenizer = _tokenizer(where, revision, chat_template)
+    ends = end_tokens_of(source.config, source.base, revision=source.revision)
+    model = adapted_model.load_to_answer(source, _dtype(source.dtype))
+    own = _speaker(path, model, tokenizer, ends)
+    return [replace(own, name=source.base, without_adapter=True), own] if compared else [own]
+
+
+def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str | None) -> Speaker:
+    config = models.load_config(path, revision=None, trust_remote_code=False)
+    refuse_if_any(quantization.problems(config, bits))
+    refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, None)))
+    tokenizer = _tokenizer(tokenizer_path, None, chat_template)
+    device = torch.device("cuda" if bits and torch.cuda.is_available() else "cpu")
+    model = models.load_model(
+        path,
+        config,
+        revision=None,
+        trust_remote_code=False,
+        attention="auto",
+        dtype=_dtype(models.stored_dtype(config)),
+        seed=0,
+        bits=bits,
+        device=device,
+    )
+    ends = end_tokens_of(config, path, revision=None)
+    return _speaker(path, adapted_model.on_device(model), tokenizer, ends)
+
+
+def _speaker(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> Speaker:
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return Speaker(name, model.eval(), tokenizer, tuple(sorted({*ends, *own})))
+
+
+def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> PreTrainedTokenizerBase:
+    tokenizer = models.load_tokenizer(path, revision=revision, trust_remote_code=False, chat_template=chat_template)
+    if tokenizer.pad_token_id is None:  # masked wherever it stands
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def _dtype(stored: torch.dtype) -> torch.dtype:
+    """Of computation: that of the weights, or fp32 on a CPU for which 16 bits are slow."""
+    is_slow = not torch.cuda.is_available() and (native_precision() == "no" or stored == torch.float16)
+    return torch.float32 if is_slow else stored
+
+
+def _trained_from(path: str, result: Result | None) -> str:
+    """The model that a run trained all weights of.
+
+    Raises:
+        InputError: if nothing says what it was.
+    """
+    if result is None or result.run is None:
+        raise InputError(
+            f"--compare: nothing says what {path} was trained from; give an adapter, or the output folder of a run."
+        )
+    try:
+        return str(yaml.safe_load(result.run.read_text(encoding="utf-8"))["config"]["model"]["path"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--compare: {result.run} is not the record of a run ({type(error).__name__}: {error}); leave it out."
+        ) from error

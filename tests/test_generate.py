@@ -1,0 +1,425 @@
+"""``finetune generate`` and ``finetune chat``: a result answers as transformers and PEFT make it answer."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from finetune.cli.commands import main
+from finetune.data.formats import Example, convert_prompt
+from finetune.errors import BadRow, InputError
+from finetune.generation.dialogue import Dialogue
+from finetune.generation.manner import Manner
+from finetune.generation.prompts import Prompt, prompt_of, read_prompts
+from finetune.generation.speaker import Speaker, load_speakers
+from recipes import sft
+
+TWELVE = Manner(max_new_tokens=12)
+HELLO = "the red house"
+
+
+def build_model(folder: Path) -> Path:
+    """With weights that are so large that each prompt has an answer of its own."""
+    tiny.build_model_folder(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.2
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The output folder of a run of full weights, of an adapter, or of an adapter on 4 bits; each is trained once."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = tiny.write_conversations(folder / "rows.jsonl", rows=40)
+    sections: dict[str, dict[str, Any]] = {
+        "full": {},
+        "lora": {"adapter": {"type": "lora", "rank": 4}},
+        "qlora": {"adapter": {"type": "lora", "rank": 4}, "quantization": {"bits": 4}},
+    }
+
+    def run(method: str) -> Path:
+        output = folder / method
+        if not output.exists():
+            train = {"output_dir": str(output), "steps": 4, "global_batch_size": 8, "learning_rate": 1e-2}
+            values = {"model": {"path": str(base)}, "data": {"train": str(rows), "max_length": 64}, "train": train}
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+                sft.main(sft.Config.model_validate(values | sections[method]))
+        return output
+
+    return run
+
+
+def load(path: Path, **changes: Any) -> list[Speaker]:
+    settings = {"base_model": None, "bits": None, "chat_template": None, "compared": False} | changes
+    return load_speakers(str(path), **settings)
+
+
+def ids_of(tokenizer: Any, *said: str) -> torch.Tensor:
+    """A conversation of questions and answers by turns, as transformers renders it."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def expected(model: Any, tokenizer: Any, *said: str, tokens: int = 12) -> str:
+    """The most likely answer, by transformers alone."""
+    prompt = ids_of(tokenizer, *said)
+    output = model.generate(**prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=1)
+    return str(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def asked(speaker: Speaker, *texts: str) -> list[list[int]]:
+    return speaker.prompt_tokens([prompt_of(text, system=None, plain=False) for text in texts])
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_run_answers_as_transformers_and_peft_do(method: str, trained: Any, base: Path):
+    final = trained(method) / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    if method == "full":
+        reference = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
+    else:
+        own = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+        quantised = BitsAndBytesConfig(load_in_4bit=True, **own) if method == "qlora" else None
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=quantised)
+        reference = PeftModel.from_pretrained(model, final).eval()
+    texts = [HELLO, "a", "tree river under blue stone walks over the green house"]
+    for path in (trained(method), final):
+        (speaker,) = load(path)
+        held = [module for module in speaker.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+        assert bool(held) == (method == "qlora")
+        answers = [speaker.answers([prompt], TWELVE)[0] for prompt in asked(speaker, *texts)]
+        assert [answer.text for answer in answers] == [expected(reference, tokenizer, text) for text in texts]
+        assert len({answer.text for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_model_before_training_answers_beside_it_and_leaves_it_as_it_was(method: str, trained: Any, base: Path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    before, after = load(trained(method), compared=True)
+    (alone,) = load(trained(method))
+    (prompt,) = asked(after, HELLO)
+    assert before.name == str(base)
+    reference = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert before.answers([prompt], TWELVE)[0].text == expected(reference, tokenizer, HELLO)
+    own = alone.answers([prompt], TWELVE)
+    assert after.answers([prompt], TWELVE) == own != before.answers([prompt], TWELVE)
+
+
+def test_prompts_of_a_batch_are_answered_as_each_alone(trained: Any):
+    (speaker,) = load(trained("full"))
+    prompts = asked(speaker, HELLO, "a", "tree river under blue stone walks over the green house and then runs")
+    assert len({len(prompt) for prompt in prompts}) == 3
+    assert speaker.answers(prompts, TWELVE) == [speaker.answers([prompt], TWELVE)[0] for prompt in prompts]
+
+
+def test_an_answer_ends_at_the_end_of_the_turn_and_says_so(trained: Any):
+    (speaker,) = load(trained("full"))
+    (prompt,) = asked(speaker, HELLO)
+    (whole,) = speaker.answers([prompt], TWELVE)
+    assert (whole.tokens, whole.is_cut) == (12, True)
+    third = speaker._generate([prompt], TWELVE, None)[0, len(prompt) + 2].item()
+    (ended,) = replace(speaker, end_tokens=(int(third),)).answers([prompt], TWELVE)
+    assert not ended.is_cut
+    assert ended.tokens <= 3
+    assert whole.text.startswith(ended.text)
+
+
+def test_answers_end_at_the_tokens_of_the_model_and_at_that_of_the_tokenizer(base: Path, tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (speaker,) = load(folder)
+    assert speaker.end_tokens == (1, 7, 9)
+
+
+def test_text_is_given_piece_by_piece_as_it_is_made(trained: Any):
+    (speaker,) = load(trained("full"))
+    (prompt,) = asked(speaker, HELLO)
+    pieces: list[str] = []
+    answer = speaker.streamed(prompt, TWELVE, pieces.append)
+    assert [answer] == speaker.answers([prompt], TWELVE)
+    assert "".join(pieces).strip() == answer.text
+    assert len(pieces) > 3
+
+
+def test_an_interrupted_answer_stands_as_far_as_it_came(trained: Any):
+    (speaker,) = load(trained("full"))
+    (prompt,) = asked(speaker, HELLO)
+    whole = speaker.streamed(prompt, TWELVE, lambda piece: None)
+    said: list[str] = []
+
+    def interrupted(piece: str) -> None:
+        said.append(piece)
+        if sum(map(bool, said)) == 1:
+            raise KeyboardInterrupt
+
+    answer = speaker.streamed(prompt, TWELVE, interrupted)
+    assert answer.is_cut
+    assert answer.tokens < 12
+    assert answer.text
+    assert whole.text.startswith(answer.text)
+
+
+def test_samples_follow_their_seed(trained: Any):
+    (speaker,) = load(trained("full"))
+    (prompt,) = asked(speaker, HELLO)
+    drawn = [speaker.answers([prompt], Manner(12, temperature=1.0, seed=seed))[0] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] != speaker.answers([prompt], TWELVE)[0]
+
+
+def test_what_the_model_says_of_sampling_does_not_make_an_answer_a_sample(tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    (first,) = load(folder)
+    (prompt,) = asked(first, HELLO)
+    own = {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    (second,) = load(folder)
+    assert second.answers([prompt], TWELVE) == first.answers([prompt], TWELVE)
+
+
+def test_a_dialogue_asks_after_all_that_was_said_before_until_it_is_reset(trained: Any):
+    final = trained("full") / "final"
+    tokenizer, reference = AutoTokenizer.from_pretrained(final), AutoModelForCausalLM.from_pretrained(final)
+    (speaker,) = load(final)
+    dialogue = Dialogue(speaker, TWELVE)
+    first = dialogue.ask(HELLO, lambda piece: None).text
+    second = dialogue.ask("a tree", lambda piece: None).text
+    assert first == expected(reference, tokenizer, HELLO)
+    assert second == expected(reference, tokenizer, HELLO, first, "a tree")
+    dialogue.reset(None)
+    assert dialogue.ask(HELLO, lambda piece: None).text == first
+    dialogue.reset("be brief")
+    assert dialogue.ask(HELLO, lambda piece: None).text != first
+    assert dialogue.said[0] == {"role": "user", "content": HELLO}
+
+
+def test_no_answer_goes_beyond_the_models_positions(base: Path, tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    (speaker,) = load(folder)
+    (prompt,) = asked(speaker, "a")
+    assert len(prompt) + speaker.answers([prompt], Manner(100))[0].tokens <= 16
+    with pytest.raises(InputError, match=r"the prompt: \d+ tokens leave no room for an answer"):
+        asked(speaker, "the red house " * 10)
+
+
+def test_a_model_without_a_template_continues_texts_and_holds_no_conversation(tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    tiny.build_tokenizer(chat_template=None).save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    (speaker,) = load(folder)
+    with pytest.raises(InputError, match=r"has no chat template.*--plain"):
+        asked(speaker, HELLO)
+    with pytest.raises(InputError, match="has no chat template"):
+        Dialogue(speaker, TWELVE).check()
+    assert speaker.prompt_tokens([prompt_of(HELLO, system=None, plain=True)]) == [speaker.tokenizer(HELLO)["input_ids"]]
+    (tmp_path / "own.jinja").write_text(tiny.CHATML)
+    (templated,) = load(folder, chat_template=str(tmp_path / "own.jinja"))
+    assert asked(templated, HELLO) == ids_of(templated.tokenizer, HELLO)["input_ids"].tolist()
+
+
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"prompt": "a"}, Example([USER])),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, Example([USER])),
+        ({"prompt": "a", "completion": "b"}, Example(None, prompt="a")),
+        ({"text": "a"}, Example(None, prompt="a")),
+        ({"messages": [USER]}, Example([USER])),
+        ({"messages": [USER, ASSISTANT]}, Example([USER])),
+        ({"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]}, Example([SYSTEM, USER, ASSISTANT, USER])),
+        ({"system": "s", "messages": [USER, ASSISTANT]}, Example([SYSTEM, USER])),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, Example([USER])),
+        ({"instruction": "a", "output": "b"}, Example([USER])),
+        ({"instruction": "a", "system": "s"}, Example([SYSTEM, USER])),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, Example([USER])),
+    ],
+    ids=str,
+)
+def test_a_row_of_any_format_asks_what_stands_before_its_last_answer(row: dict[str, Any], question: Example):
+    assert convert_prompt(row) == question
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("a", "not an object"),
+        ({}, "no keys.*asks nothing"),
+        ({"question": "a"}, "'question'.*asks nothing"),
+        ({"prompt": " "}, "`prompt` has no text"),
+        ({"messages": [ASSISTANT]}, "no question"),
+        ({"messages": [SYSTEM, ASSISTANT]}, "no question"),
+        ({"messages": ["a"]}, "list of messages"),
+    ],
+    ids=str,
+)
+def test_a_row_that_asks_nothing_is_refused_with_the_reason(row: Any, reason: str):
+    with pytest.raises(BadRow, match=reason):
+        convert_prompt(row)
+
+
+def test_rows_that_cannot_be_asked_are_named_by_file_and_line_and_the_first_ones_alone(tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + '{"x": 1}\n' * 7 + "{\n")
+    with pytest.raises(InputError) as refused:
+        read_prompts(str(file))
+    assert len(refused.value.problems) == 6
+    assert refused.value.problems[0].startswith(f"{file}:2: the row has the keys 'x', and asks nothing")
+    assert refused.value.problems[-1] == "3 more rows cannot be asked."
+    file.write_text("\n")
+    with pytest.raises(InputError, match="no rows"):
+        read_prompts(str(file))
+
+
+def test_a_prompt_that_is_refused_by_the_template_is_named(trained: Any):
+    (speaker,) = load(trained("full"), chat_template=None)
+    speaker.tokenizer.chat_template = "{{ raise_exception('no') if messages|length > 1 }}x"
+    prompts = [Prompt(f"file:{i}", Example([USER] * i), {}) for i in (1, 2)]
+    with pytest.raises(InputError, match=r"file:2: .*leave it out"):
+        speaker.prompt_tokens(prompts)
+
+
+def test_rows_of_a_file_come_back_in_their_order_with_their_answers(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (speaker,) = load(trained("lora"))
+    capsys.readouterr()
+    texts = ["a", "the red house", "tree", "river under the stone", "blue"]
+    rows = [{"id": i, "messages": [{"role": "user", "content": text}, ASSISTANT]} for i, text in enumerate(texts)]
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["generate", str(trained("lora")), "--prompts", str(file), "--max-new-tokens", "12", "--batch-size", "2"]
+    assert main([*command, "--output", str(output)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"5 rows with their answers are in {output}\n"
+    assert printed.err == ""
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    own = [speaker.answers([prompt], TWELVE)[0].text for prompt in asked(speaker, *texts)]
+    assert found == [row | {"answer": text} for row, text in zip(rows, own)]
+
+    assert main([*command, "--compare"]) == 0
+    both = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["answer"] for row in both] == own
+    assert [row["base_answer"] for row in both] != own
+
+    assert main([*command, "--output", str(output)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert len(output.read_text().splitlines()) == 5
+
+
+def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
+    trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (speaker,) = load(trained("lora"))
+    capsys.readouterr()
+    (own,) = speaker.answers(asked(speaker, HELLO), TWELVE)
+    command = ["generate", str(trained("lora")), HELLO, "--max-new-tokens", "12"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == own.text
+    assert printed.err == ("(cut after 12 tokens; --max-new-tokens N for more)\n" if own.is_cut else "")
+    monkeypatch.setattr("sys.stdin", io.StringIO(HELLO))
+    assert main([*command[:2], "-", *command[3:], "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == {"prompt": HELLO, "answer": own.text, "tokens": own.tokens, "is_cut": own.is_cut}
+    assert main([*command, "--compare"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("┃") == 3
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_conversation_in_the_terminal(
+    trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (speaker,) = load(trained("lora"))
+    capsys.readouterr()
+    lines = [HELLO, "", "/help", "/reset", HELLO, "a", "/system be brief", HELLO, "/exit", "never read"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    assert main(["chat", str(trained("lora")), "--max-new-tokens", "12"]) == 0
+    help_line, *rest = capsys.readouterr().out.split("> ")
+    assert help_line.startswith("/reset begins again")
+    first, _, helped, _, again, further, _, brief, _ = (each.strip() for each in rest)
+    assert first == again
+    assert helped == help_line.strip()
+    assert further
+    assert brief
+    assert speaker.answers(asked(speaker, HELLO), TWELVE)[0].text in first
+
+
+def test_a_conversation_ends_with_its_input_and_compares(
+    trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(HELLO + "\n" + "the red house " * 2000 + "\n"))
+    assert main(["chat", str(trained("lora")), "--compare", "--max-new-tokens", "4"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count(f"[{base}]") == printed.out.count(f"[{trained('lora')}]") == 2
+    assert printed.err.count("error: the conversation: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Give one of both"),
+        (["a", "--prompts", "b.jsonl"], "Give one of both"),
+        (["a", "--output", "c.jsonl"], "--output is for the answers to a file"),
+        (["--prompts", "b.jsonl", "--json"], "--json is for one prompt"),
+        (["--prompts", "b.jsonl", "--system", "s"], "--system is for one prompt"),
+        (["--prompts", "b.jsonl", "--plain"], "--plain is for one prompt"),
+        (["a", "--plain", "--system", "s"], "leave one of them out"),
+        (["a", "--batch-size", "0"], "--batch-size 0"),
+        (["a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["a", "--temperature", "-1"], "--temperature -1.0"),
+        (["a", "--temperature", "nan"], "--temperature nan"),
+        (["a", "--top-p", "0.9"], "add --temperature"),
+        ([" "], "The prompt is empty"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl: there is no such data file"),
+        (["a", "--chat-template", "missing.jinja"], "missing.jinja: there is no such file"),
+        (["a", "--base-model", "b"], "is a model and not an adapter"),
+        (["a", "--compare"], "nothing says what"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_refused_before_weights_load(
+    arguments: list[str],
+    said: str,
+    base: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    assert main(["generate", str(base), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert all(line.startswith(("error: ", "--", "Give", "The")) for line in printed.err.splitlines())
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", str(tmp_path / "missing"), "a"]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "a"]) == 2
+    assert "neither run.yaml nor adapter_config.json nor config.json" in capsys.readouterr().err
+    tiny.build_model_folder(tmp_path / "bare")
+    assert main(["generate", str(tmp_path / "bare"), "a"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
