@@ -28,7 +28,8 @@ demo: $(VENV)/.demo
 # Two workers, file by file: a tiny run on two processes leaves much of two cores idle
 WORKERS ?= 2
 PYTEST := python -m pytest
-BESIDE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder --numprocesses
+BESIDE := $(BY_FILE) $(WORKERS)
 
 lint: $(VENV)/.test
 	ruff format --check .
@@ -45,7 +46,7 @@ test: $(VENV)/.test ops model
 	@failed=0; report=$$(mktemp); \
 	mypy > $$report 2>&1 & types=$$!; \
 	$(PYTEST) $(BESIDE) -m "not alone and not prove" || failed=1; \
-	$(PYTEST) $(BESIDE) -m "alone and not prove" || failed=1; \
+	$(PYTEST) $(BY_FILE) 2 -m "alone and not prove" || failed=1; \
 	wait $$types || failed=1; \
 	cat $$report; rm $$report; \
 	exit $$failed

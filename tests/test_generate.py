@@ -4,14 +4,17 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import pyarrow as pa
 import pytest
 import tiny
 import torch
 from peft import PeftModel
+from pyarrow import parquet
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune.cli.commands import main
@@ -20,7 +23,7 @@ from finetune.errors import BadRow, InputError
 from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import Prompt, prompt_of, read_prompts
-from finetune.generation.speaker import Speaker, load_speakers
+from finetune.generation.speaker import Answer, Speaker, load_speakers
 from recipes import sft
 
 TWELVE = Manner(max_new_tokens=12)
@@ -350,6 +353,24 @@ def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_brackets_in_an_answer_are_no_markup_of_the_table(
+    trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    lora = str(trained("lora"))
+    capsys.readouterr()
+    monkeypatch.setattr(Speaker, "answers", lambda self, prompts, manner: [Answer("[red]x[/red] [/]", 3, False)])
+    assert main(["generate", lora, HELLO, "--compare"]) == 0
+    assert capsys.readouterr().out.count("[red]x[/red] [/]") == 2
+
+
+def test_a_row_with_a_date_comes_back(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    parquet.write_table(pa.table({"prompt": ["a"], "day": [date(2026, 1, 2)]}), tmp_path / "prompts.parquet")
+    lora = str(trained("lora"))
+    capsys.readouterr()
+    assert main(["generate", lora, "--prompts", str(tmp_path / "prompts.parquet"), "--max-new-tokens", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["day"] == "2026-01-02"
+
+
 def test_a_conversation_in_the_terminal(
     trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -423,3 +444,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.Capt
     tiny.build_model_folder(tmp_path / "bare")
     assert main(["generate", str(tmp_path / "bare"), "a"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "bare" / "config.json").write_text("{")
+    assert main(["generate", str(tmp_path / "bare"), "a"]) == 2
+    assert "model.path" not in capsys.readouterr().err
+    (build_model(tmp_path / "mute") / "tokenizer.json").unlink()
+    (tmp_path / "mute" / "tokenizer_config.json").unlink()
+    assert main(["generate", str(tmp_path / "mute"), "a"]) == 2
+    assert "copy the files of a fast tokenizer to that folder" in capsys.readouterr().err

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -24,14 +26,17 @@ def manner_of(options: argparse.Namespace) -> Manner:
 
 
 def speakers_of(options: argparse.Namespace) -> list[Speaker]:
-    """Who is to answer, by the options that both verbs have."""
-    return load_speakers(
+    """Who is to answer, by the options that both verbs have; says so where a GPU is too small for them."""
+    speakers = load_speakers(
         options.model,
         base_model=options.base_model,
         bits=options.bits,
         chat_template=options.chat_template,
         compared=options.compare,
     )
+    if torch.cuda.is_available() and any(speaker.model.device.type == "cpu" for speaker in speakers):
+        print("The GPU has no room for the model; the CPU answers, slowly. --bits 4 takes less.", file=sys.stderr)
+    return speakers
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -58,7 +63,8 @@ def generate(options: argparse.Namespace) -> int:
             batch = slice(begin, begin + options.batch_size)
             answers = [speaker.answers(tokens[batch], manner) for speaker, tokens in zip(speakers, asked)]
             for prompt, *said in zip(prompts[batch], *answers):
-                print(json.dumps(prompt.record | _named(said), ensure_ascii=False), file=file, flush=True)
+                row = prompt.record | _named(said)
+                print(json.dumps(row, ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
     return 0
@@ -95,8 +101,8 @@ def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> 
         record = prompt.record | _named(answers) | {"tokens": answers[-1].tokens, "is_cut": answers[-1].is_cut}
         print(json.dumps(record, indent=2, ensure_ascii=False))
         return 0
-    table = Table(*(speaker.name for speaker in speakers), show_lines=True)
-    table.add_row(*(answer.text for answer in answers))
+    table = Table(*(escape(speaker.name) for speaker in speakers))
+    table.add_row(*(escape(answer.text) for answer in answers))
     Console().print(table)
     _tell_if_cut(answers, manner)
     return 0

@@ -181,6 +181,15 @@ def load_speakers(
         InputError: if there is no such model, or it cannot be loaded, before weights load where that can be known.
     """
     models.quiet()
+    try:
+        return _loaded(path, base_model, bits, chat_template, compared)
+    except InputError as error:  # these verbs have no configuration whose keys could be named
+        raise InputError([problem.removeprefix("model.path: ") for problem in error.problems]) from error
+
+
+def _loaded(
+    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+) -> list[Speaker]:
     if chat_template is not None and not Path(chat_template).is_file():
         raise InputError(f"--chat-template {chat_template}: there is no such file; check its name.")
     is_here = Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1
@@ -215,6 +224,7 @@ def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str 
     refuse_if_any(quantization.problems(config, bits))
     refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, None)))
     tokenizer = _tokenizer(tokenizer_path, None, chat_template)
+    ends = end_tokens_of(config, path, revision=None)
     device = torch.device("cuda" if bits and torch.cuda.is_available() else "cpu")
     model = models.load_model(
         path,
@@ -227,7 +237,6 @@ def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str 
         bits=bits,
         device=device,
     )
-    ends = end_tokens_of(config, path, revision=None)
     return _speaker(path, adapted_model.on_device(model), tokenizer, ends)
 
 
@@ -237,7 +246,11 @@ def _speaker(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, ends: tu
 
 
 def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> PreTrainedTokenizerBase:
-    tokenizer = models.load_tokenizer(path, revision=revision, trust_remote_code=False, chat_template=chat_template)
+    try:
+        tokenizer = models.load_tokenizer(path, revision=revision, trust_remote_code=False, chat_template=chat_template)
+    except InputError as error:
+        what, key, _ = str(error).partition("; set model.tokenizer")
+        raise InputError(f"{what}; copy the files of a fast tokenizer to that folder." if key else what) from error
     if tokenizer.pad_token_id is None:  # masked wherever it stands
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
