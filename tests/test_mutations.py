@@ -7,16 +7,16 @@ from typing import Any
 import mutations
 import pytest
 import scenarios
+from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity
 
 CASES = [
     ("mean of means", "ddp", "loss differs"),
-    ("mean of means", "zero3", "loss differs"),
     ("Accelerate's default sync_with_dataloader", "ddp", "(loss|grad_norm) differs"),
     ("a scheduler stepped once per process", "ddp", "learning_rate differs"),
     ("ZeRO's silent clipping", "zero2", "loss differs"),
-    ("ZeRO's silent clipping", "zero3", "loss differs"),
 ]
+UNDER_ZERO_3 = [("mean of means", "zero3", "loss differs"), ("ZeRO's silent clipping", "zero3", "loss differs")]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def run(ranks: Any, model_folder: Path, conversations: Path, tmp_path_factory: p
     return train
 
 
-@pytest.mark.parametrize(("bug", "strategy", "complaint"), CASES)
+@pytest.mark.parametrize(("bug", "strategy", "complaint"), thinned(CASES, UNDER_ZERO_3))
 def test_parity_check_rejects(bug: str, strategy: str, complaint: str, run: Any):
     reference = run("none", "single", 1)
     assert_parity(run("none", strategy, 2), reference, FP32_TOLERANCE)  # without the bug all is well
