@@ -112,23 +112,41 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_conversations(tmp_path_factory.mktemp("data") / "held_out.jsonl", rows=11, seed=1)
 
 
+class Groups:
+    """Called with n, the group of n processes, started at its first use."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self.new_folder = new_folder
+        self.groups: dict[int, Ranks] = {}
+        self.runs: Counter[int] = Counter()
+
+    def __call__(self, world_size: int) -> Ranks:
+        if world_size not in self.groups:
+            self.groups[world_size] = Ranks(world_size, self.new_folder(f"ranks{world_size}"))
+        self.runs[world_size] += 1
+        return self.groups[world_size]
+
+    def stop(self, *, least_runs: int = 0) -> None:
+        """Stop those that have run so much; they start anew when they are asked."""
+        for world_size, group in self.groups.items():
+            if self.runs[world_size] >= least_runs:
+                group.stop()
+                self.runs[world_size] = 0
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(n)``: the group of n processes, started at its first use and kept for the tests of a file."""
-    groups: dict[int, Ranks] = {}
-    asked: Counter[int] = Counter()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    """``ranks(n)``: the group of n processes, kept for the tests of a file."""
+    groups = Groups(tmp_path_factory.mktemp)
+    yield groups
+    groups.stop()
 
-    def group(world_size: int) -> Ranks:
-        if world_size not in groups:
-            groups[world_size] = Ranks(world_size, tmp_path_factory.mktemp(f"ranks{world_size}"))
-        asked[world_size] += 1
-        if asked[world_size] % RUNS_OF_A_GROUP == 0:
-            groups[world_size].stop()  # it starts anew when it is asked
-        return groups[world_size]
 
-    yield group
-    for each in groups.values():
-        each.stop()
+@pytest.fixture(autouse=True)
+def used_groups_end_between_tests(request: pytest.FixtureRequest) -> None:
+    """Not within a test, which may ask what a run leaves to the next one in its process."""
+    if "ranks" in request.fixturenames:
+        request.getfixturevalue("ranks").stop(least_runs=RUNS_OF_A_GROUP)
 
 
 @pytest.fixture

@@ -114,8 +114,10 @@ def _tell_if_cut(answers: Sequence[Answer], manner: Manner) -> None:
 
 
 def _named(answers: Sequence[Answer]) -> dict[str, Any]:
-    *of_base, own = answers
-    return {"answer": own.text} | dict(zip(["base_answer"], (answer.text for answer in of_base)))
+    found = {"answer": answers[-1].text}
+    if len(answers) > 1:
+        found["base_answer"] = answers[0].text
+    return found
 
 
 @contextmanager

@@ -28,14 +28,12 @@ def result_at(path: Path) -> Result:
         InputError: if there is none.
     """
     if not path.is_dir():
-        raise InputError(
-            f"There is no folder {path}; give the output folder of a run, or the folder of an adapter or a model."
-        )
+        raise InputError(f"There is no folder {path}; check its name.")
     is_result = (path / "adapter_config.json").is_file() or (path / "config.json").is_file()
     if not is_result and not (path / "run.yaml").is_file():
         raise InputError(
-            f"{path} has neither run.yaml nor adapter_config.json nor config.json; give the output folder of a run, or "
-            "the folder of an adapter or a model."
+            f"{path} has neither run.yaml nor adapter_config.json nor config.json, so it is no run, no adapter and no "
+            "model; check its name."
         )
     folder = path if is_result else path / "final"
     if not folder.is_dir():
