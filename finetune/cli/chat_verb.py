@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 from finetune.cli.generate_verb import manner_of, speakers_of
+from finetune.cli.terminal import say
 from finetune.errors import InputError
 from finetune.generation.dialogue import Dialogue
 
@@ -53,7 +54,7 @@ def _answer(dialogues: list[Dialogue], said: str) -> None:
         if len(dialogues) > 1:
             print(f"[{dialogue.speaker.name}]")
         try:
-            answer = dialogue.ask(said, lambda piece: print(piece, end="", flush=True))
+            answer = dialogue.ask(said, say)
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             continue

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from finetune.cli.terminal import harmless, say
 from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import Prompt, prompt_of, read_prompts
@@ -92,7 +93,7 @@ def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> 
     speakers = speakers_of(options)
     asked = [speaker.prompt_tokens([prompt])[0] for speaker in speakers]
     if len(speakers) == 1 and not options.json:
-        answer = speakers[0].streamed(asked[0], manner, lambda piece: print(piece, end="", flush=True))
+        answer = speakers[0].streamed(asked[0], manner, say)
         print()
         _tell_if_cut([answer], manner)
         return 0
@@ -102,7 +103,7 @@ def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> 
         print(json.dumps(record, indent=2, ensure_ascii=False))
         return 0
     table = Table(*(escape(speaker.name) for speaker in speakers))
-    table.add_row(*(escape(answer.text) for answer in answers))
+    table.add_row(*(escape(harmless(answer.text)) for answer in answers))
     Console().print(table)
     _tell_if_cut(answers, manner)
     return 0
