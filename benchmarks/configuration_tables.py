@@ -1,25 +1,37 @@
 """The README's tables of recipe configurations and of strategy files, from the files and their first sentences."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from benchmarks import configuration_plans
 from finetune.config.compatibility import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 
 
 def recipe_table() -> str:
-    """Markdown: each configuration of the recipe, what it is for, under which strategy, and its data.max_length."""
-    lines = ["| configuration | what it trains, and where | strategy | row tokens |", "|---|---|---|---|"]
+    """Markdown: each configuration of the recipe, what it is for, under which strategy, its data.max_length, and what
+    it needs of a GPU by the plan."""
+    plans = json.loads(configuration_plans.RESULTS.read_text(encoding="utf-8"))
+    lines = ["| configuration | what it trains, and where | strategy | row tokens | by the plan |"]
+    lines.append("|---|---|---|---|---|")
     for path in sorted((ROOT / "recipes" / "configs").glob("*.yaml")):
         tokens = yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["max_length"]
         sentence = first_sentence(path)
         named = re.search(r", with accelerate_configs/(\w+)\.yaml", sentence)
         what = sentence.replace(named[0], "") if named else sentence
-        lines.append(f"| `{path.stem}` | {what} | {f'`{named[1]}`' if named else 'any'} | {tokens:,} |")
+        strategy = f"`{named[1]}`" if named else "any"
+        lines.append(f"| `{path.stem}` | {what} | {strategy} | {tokens:,} | {_verdict(plans.get(path.stem))} |")
     return "\n".join(lines)
+
+
+def _verdict(plan: dict[str, Any] | None) -> str:
+    """In a cell; empty where a configuration names no GPU."""
+    return "" if plan is None else f"{plan['verdict']}: {plan['needed']:.1f} of {plan['there']:.1f} GiB"
 
 
 def strategy_table() -> str:
