@@ -47,9 +47,11 @@ FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (
         "sources",
+        "columns.py",
         "formats.py",
         "messages.py",
         "templates.py",
+        "named_templates",
         "template_process.py",
         "chat_template.py",
         "encoding.py",

@@ -52,7 +52,7 @@ def test_all_problems_of_a_run_are_told_together(tmp_path: Path):
         "no_model; give a model folder",
         "no_data.jsonl: there is no such data file",
         "set it to 2 or 4",
-        "no_template; check its name",
+        "no_template, and no template of that name; give a Jinja file, or one of chatml, ",
     ):
         assert part in text
 

@@ -107,7 +107,7 @@ def report_of(path: Path, **changes: Any) -> tuple[Report, Rows]:
     """A report on the rows of one file, and these rows."""
     rows = read_rows([Source(str(path))], TOKENIZER, Settings(max_length=128))
     form = {"max_length": 128, "packing": False, "flat": False, "skips_bad_rows": False, "problems": []}
-    form |= {"paired": False, "tokens_per_second": None, "speed_from": None}
+    form |= {"paired": False, "tokens_per_second": None, "speed_from": None, "columns": {}}
     form |= {"global_batch_size": 4, "micro_batch_size": 2, "epochs": 1.0, "steps": None, "seed": 0}
     form |= {"train_sources": [Source(str(path))], "held_out_sources": [], "shown_rows": 0, "shown_left_out": 0}
     return figures.report(rows, None, TOKENIZER, **form | changes), rows

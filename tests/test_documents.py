@@ -336,7 +336,7 @@ def test_yaml_and_json_in_the_documents_are_read_as_configuration_and_rows(tmp_p
             assert language in ("bash", "console", "python", "text"), language
             continue
         read[language] += 1
-    assert read == {"yaml": 2, "json": 4}
+    assert read == {"yaml": 3, "json": 4}
 
 
 # Tables and figures

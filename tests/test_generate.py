@@ -433,7 +433,7 @@ def test_a_conversation_ends_with_its_input_and_compares(
         (["a", "--top-p", "0.9"], "add --temperature"),
         ([" "], "The prompt is empty"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: there is no such data file"),
-        (["a", "--chat-template", "missing.jinja"], "missing.jinja: there is no such file"),
+        (["a", "--chat-template", "missing.jinja"], "--chat-template: there is no file missing.jinja"),
         (["a", "--base-model", "b"], "is a model and not an adapter"),
         (["a", "--compare"], "nothing says what"),
     ],

@@ -125,6 +125,7 @@ def _report(
         tokenizer,
         train_sources=train_sources,
         held_out_sources=held_out_sources,
+        columns=cfg.data.columns,
         max_length=cfg.data.max_length,
         packing=cfg.data.packing,
         paired=paired,

@@ -18,7 +18,7 @@ from finetune.cli.terminal import harmless, say
 from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import Prompt, prompt_of, read_prompts
-from finetune.generation.speaker import Answer, Speaker, load_speakers
+from finetune.generation.speaker import Answer, Speaker, columns_of, load_speakers
 
 
 def manner_of(options: argparse.Namespace) -> Manner:
@@ -51,7 +51,7 @@ def generate(options: argparse.Namespace) -> int:
     if options.prompts is None:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
-    prompts = read_prompts(options.prompts)
+    prompts = read_prompts(options.prompts, columns_of(options.model))
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")

@@ -61,7 +61,7 @@ def _add_model(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling; default: 0")
     verb.add_argument("--bits", type=int, choices=[4, 8], help="quantise the model")
     verb.add_argument("--base-model", metavar="PATH", help="folder of an adapter's base model, if it was moved")
-    verb.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the model's own template")
+    verb.add_argument("--chat-template", metavar="FILE", help="Jinja file or name, instead of the model's own template")
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -119,6 +119,8 @@ def _type_name(annotation: Any) -> str:
         return "|".join(_type_name(a) for a in get_args(annotation))
     if get_origin(annotation) is list:
         return "LIST"
+    if get_origin(annotation) is dict:
+        return "MAP"
     if get_origin(annotation) is Annotated:
         return _type_name(get_args(annotation)[0])
     return {str: "TEXT", int: "INT", float: "NUMBER", bool: "BOOL"}[annotation]

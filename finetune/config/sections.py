@@ -93,8 +93,12 @@ class Data(Section):
     of one document, stay on the same side."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
     """Format of a row; auto detects it from the keys of each row and reports what it found."""
+    columns: dict[str, str] = {}
+    """Columns of your rows that have other names than the fields of their format: each field with its column, for
+    example {prompt: question, completion: answer}."""
     chat_template: str | None = None
-    """File with a Jinja chat template to use instead of the tokenizer's."""
+    """Chat template to use instead of the tokenizer's: a Jinja file, or a name for base models that have none (chatml,
+    gemma, llama3, mistral, phi3, zephyr)."""
     max_length: PositiveInt = 2048
     """Maximum tokens per row. What becomes of longer conversations is for too_long to say. Longer plain texts are split
     into several rows and lose nothing."""

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.columns import unknown_problems
 from finetune.data.encoding import Settings
 from finetune.data.formats import PREFERENCE
 from finetune.data.rows import SHOWN, Rows, prepare
 from finetune.data.sources import Source
-from finetune.errors import InputError
+from finetune.errors import InputError, refuse_if_any
 
 _WHOLE = 2.0**64
 
@@ -33,9 +34,10 @@ def read_rows(
 
     Raises:
         InputError: if a row cannot be used and ``skip_bad_rows`` is off, naming the first ten by ``file:line`` and
-            reason; if no row is left; if a source cannot be read.
+            reason; if no row is left, or none has a column that is named; if a source cannot be read.
     """
     rows = Rows(prepare(entries, tokenizer, settings, tell=tell))
+    refuse_if_any(unknown_problems(settings.columns, rows.summary["columns"], rows.summary["first_keys"]))
     if not len(rows):
         raise InputError(f"{', '.join(entry.path for entry in entries)}: {_why_empty(rows, settings.max_length)}")
     if rows.summary["rejected"] and not skip_bad_rows:

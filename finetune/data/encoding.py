@@ -5,7 +5,6 @@ Each trained span is decoded again and compared with its text.
 
 Example: the turn of characters 53 to 66 from ``chat_template``. With a tokenizer that makes 19 tokens of that text, the
 turn's are ``c``, `` ``, ``d`` and ``<|im_end|>``, numbers 14 to 17: ``spans`` is [(14, 18)] and 4 tokens are trained.
-The line feed behind the turn, token 18, is not.
 """
 
 import copy
@@ -22,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat_template import Rendering, Span
+from finetune.data.columns import Columns
 from finetune.data.formats import Example
 from finetune.data.messages import without_reasoning
 from finetune.data.template_process import Conversation, TemplateProcess
@@ -29,8 +29,8 @@ from finetune.errors import BadRow
 
 _FIRST_SHIELD = 0xF0000  # Unicode's first private plane: finetune.data.formats lets no text have them
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template to render conversations with; set data.chat_template to a Jinja file, or "
-    "start from the model's instruction-tuned version"
+    "the tokenizer has no chat template to render conversations with; set data.chat_template to a name (chatml ...) or "
+    "a Jinja file, or start from the model's instruction-tuned version"
 )
 
 
@@ -57,6 +57,8 @@ class Settings:
     """Tokens at which generation stops, beside the tokenizer's own."""
     paired: bool = False
     """Each record has a chosen answer and a rejected one, which become two rows, one behind the other."""
+    columns: Columns = ()
+    """Fields of a format, each with the column of the records that holds it."""
 
 
 class TooLong(BadRow):
@@ -260,10 +262,8 @@ class Encoder:
             last = max(each.turns, default=asked.trained[-1])
             question = messages[last - 1]["content"]
             turns = list(each.turns.values())
-            if self.settings.train_think == "never":
-                spans = [span for turn in turns for span in without_reasoning(each.text, turn)]
-            else:
-                spans = turns
+            never = self.settings.train_think == "never"
+            spans = [span for turn in turns for span in without_reasoning(each.text, turn)] if never else turns
             texts.append(_Text(each.text, spans, question, shielded, each.dropped, turns[-1] if turns else (0, 0)))
         return texts
 

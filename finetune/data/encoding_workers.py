@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import formats, sources
+from finetune.data import columns, formats, sources
 from finetune.data.encoding import Encoder, Row, Settings, TooLong
 from finetune.data.formats import Example
 from finetune.data.messages import reasoning_of
@@ -57,6 +57,10 @@ class Encoded:
     """Of the records that rows were made of."""
     dropped: Counter[str] = field(default_factory=Counter)
     """What the chat template leaves out, by what it is, with the number of conversations."""
+    columns: Counter[str] = field(default_factory=Counter)
+    """Records that have each of the columns that ``Settings.columns`` names."""
+    first_keys: list[str] = field(default_factory=list)
+    """Of the first record that has some."""
     refused: list[Refused] = field(default_factory=list)
     """In no order."""
 
@@ -111,19 +115,24 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
         if isinstance(record, Rejected):
             batch.refused.append(Refused(position, origin, record))
             continue
+        value, lacking = record.value, ""
+        if settings.columns and isinstance(value, dict):
+            batch.columns.update(column for _, column in settings.columns if column in value)
+            batch.first_keys = batch.first_keys or [*value]
+            value, lacking = columns.renamed(value, settings.columns), columns.lacking(value, settings.columns)
         try:
             if settings.split_key is not None and isinstance(record.value, dict):
                 _value(record.value, settings.split_key)
             if settings.paired:
-                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_compared(record.value)))
+                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_compared(value)))
             else:
-                name = formats.detect(record.value) if settings.format == "auto" else settings.format
-                example = formats.convert(record.value, settings.format)
+                name = formats.detect(value) if settings.format == "auto" else settings.format
+                example = formats.convert(value, settings.format)
                 if example.untrained and settings.train_on == "all":
                     raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
                 kept.append((position, origin, record, name, (example,)))
         except BadRow as reason:
-            batch.refused.append(Refused(position, origin, _reject(record, str(reason))))
+            batch.refused.append(Refused(position, origin, _reject(record, f"{reason}{lacking}")))
     encoded_examples = iter(
         encoder.encode([(each[2].source, example) for each in kept for example in each[4] if example is not None])
     )

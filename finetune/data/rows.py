@@ -23,7 +23,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import data_cache_folder, filled_once, key_of, refuse_if_damaged, write_checksums
-from finetune.data import chat_template, encoding, encoding_workers, formats, messages, sources, templates
+from finetune.data import chat_template, columns, encoding, encoding_workers, formats, messages, sources, templates
 from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import (
     Encoded,
@@ -100,7 +100,7 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def _identity_of_code() -> list[str]:
     """Other code may prepare other rows: libraries count by their version, ours by its text."""
-    modules = (chat_template, encoding, formats, messages, encoding_workers, templates)
+    modules = (chat_template, columns, encoding, formats, messages, encoding_workers, templates)
     files = [*(Path(str(module.__file__)) for module in modules), Path(__file__)]
     files += sorted(Path(str(sources.__file__)).parent.glob("*.py"))
     ours = [file.read_bytes() for file in files]
@@ -116,6 +116,7 @@ def _write(
         "largest_token": 0,
     }
     rows_of, seen_formats, left_out = Counter[int](), Counter[str](), Counter[str]()
+    with_column, first_keys = Counter[str](), list[str]()
     rejected, dropped = 0, 0
     first_rejected: list[tuple[str, str]] = []
     first_dropped: list[str] = []
@@ -140,6 +141,8 @@ def _write(
             rows_of.update(batch.origins)
             seen_formats.update(batch.formats)
             left_out.update(batch.dropped)
+            with_column.update(batch.columns)
+            first_keys = first_keys or batch.first_keys
             for refused in sorted(batch.refused, key=lambda each: each.position):
                 line = refused.line
                 rejected_file.write(json.dumps(vars(line)) + "\n")
@@ -154,6 +157,8 @@ def _write(
         "rows_of_source": [rows_of[origin] for origin in range(len(entries))],
         "formats": dict(seen_formats.most_common()),
         "left_out": dict(left_out.most_common()),
+        "columns": dict(with_column),
+        "first_keys": first_keys,
         "rejected": rejected,
         "first_rejected": first_rejected,
         "dropped": dropped,

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import key_of
 from finetune.data.batches import Batch, sources_of
+from finetune.data.columns import unknown_problems
 from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import Refused, encoded
 from finetune.data.packing import pack
@@ -64,6 +65,8 @@ class Stream:
         self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
         self.steps, self.vocabulary, self.skip_bad_rows = steps, vocabulary, skip_bad_rows
         self._rejected: list[str] = []
+        self._with_column: set[str] = set()
+        self._first_keys: list[str] = []
         self.next_step = 1
         self.current: list[list[Row]] = []
         windows = self._windows()
@@ -71,6 +74,7 @@ class Stream:
             self.first_window = next(windows)  # reports problems with the files before the run begins
         except RunStopped as error:
             raise InputError(str(error)) from error
+        refuse_if_any(unknown_problems(settings.columns, self._with_column, self._first_keys))
         rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
         names = [[entry.path, entry.subset, entry.split, entry.weight, extent(entry)] for entry in entries]
         self.fingerprint = key_of([names, vars(settings), rows])
@@ -163,6 +167,8 @@ class Stream:
         """The rows of all sources in turns, of each as often as its weight says."""
         readings = readings_of(self.entries)
         for batch in encoded(in_turns(readings), self.encoder, self.settings):
+            self._with_column |= set(batch.columns)
+            self._first_keys = self._first_keys or batch.first_keys
             if is_first:
                 self._reject([each for each in batch.refused if readings[each.origin].is_first])
             for row, origin, weight_hash in zip(batch.rows, batch.origins, batch.weight_hashes):

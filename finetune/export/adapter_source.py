@@ -152,7 +152,12 @@ def _recorded(run: Path) -> dict[str, Any]:
             "seed": config["train"]["seed"],
             "random_weights": config["model"].get("random_weights", False),  # older runs have no such key
             "sources": found[0] if found else [],
-            "settings": Settings(data["max_length"], data["format"], data["train_on"]),
+            "settings": Settings(
+                data["max_length"],
+                data["format"],
+                data["train_on"],
+                columns=tuple(data.get("columns", {}).items()),  # older runs have no such key
+            ),
             "revision": config["model"]["revision"],
         }
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
 from finetune.config import sections
+from finetune.data.named_templates import NAMED
 from finetune.distributed import prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter
@@ -41,8 +42,10 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     named = config["model"]
     refuse_if_any(models.problems(named["path"], named["tokenizer"], None))
     source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": False}
-    tokenizer = models.load_tokenizer(named["tokenizer"] or named["path"], chat_template=None, **source)
-    tokenizer.chat_template = run["chat_template"]  # its text: no file that a checkpoint names is opened
+    template = config["data"].get("chat_template")
+    by_name = template if template in NAMED else None  # no file that a checkpoint names is opened: its text is kept
+    tokenizer = models.load_tokenizer(named["tokenizer"] or named["path"], chat_template=by_name, **source)
+    tokenizer.chat_template = run["chat_template"]
     model = models.without_weights(models.load_config(named["path"], **source), False)
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:
@@ -62,6 +65,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
             adapter.save(temporary, model, state)
         else:
             model = cast(Any, model).to(dtype)  # what its config.json will tell
+            models.stop_at(model, tokenizer.eos_token_id)
             model.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")

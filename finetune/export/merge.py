@@ -89,7 +89,10 @@ def merge(
     temporary.mkdir(parents=True)
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
-        adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out).save_pretrained(temporary)
+        merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
+        models.stop_at(merged, tokenizer.eos_token_id)
+        merged.save_pretrained(temporary)
+        del merged
         gc.collect()
         tokenizer.save_pretrained(temporary)
         say("Reading the merged model back ...")

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 from finetune.data import sources
+from finetune.data.columns import Columns, renamed
 from finetune.data.formats import Example, convert_prompt
 from finetune.data.sources import Record, Source
 from finetune.errors import BadRow, InputError, refuse_if_any
@@ -39,8 +40,11 @@ def prompt_of(text: str, *, system: str | None, plain: bool) -> Prompt:
     return Prompt("the prompt", asked, {"prompt": text})
 
 
-def read_prompts(path: str) -> list[Prompt]:
+def read_prompts(path: str, columns: Columns = ()) -> list[Prompt]:
     """The prompts of a file, in its order.
+
+    Args:
+        columns: that rows of the training were read by; rows without them are read by the names that they have.
 
     Raises:
         InputError: with file and line of the first rows that ask nothing; there is no such file, or nothing in it.
@@ -53,7 +57,7 @@ def read_prompts(path: str) -> list[Prompt]:
         try:
             if not isinstance(each, Record):
                 raise BadRow(each.reason)
-            found.append(Prompt(each.source, convert_prompt(each.value), each.value))
+            found.append(Prompt(each.source, convert_prompt(renamed(each.value, columns)), each.value))
         except BadRow as reason:
             wrong.append(f"{each.source}: {reason}; correct the row, or leave it out.")
     if len(wrong) > MOST_SHOWN:

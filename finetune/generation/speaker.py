@@ -11,6 +11,8 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from finetune.data.columns import Columns
+from finetune.data.named_templates import problems
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.distributed.strategy import native_precision
 from finetune.errors import BadRow, InputError, refuse_if_any
@@ -21,6 +23,7 @@ from finetune.generation.prompts import Prompt
 from finetune.models import loading as models
 from finetune.models import quantization, weights
 from finetune.models.end_tokens import end_tokens_of
+from finetune.output.run_files import read_run
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def load_speakers(
         path: output folder of a run, or folder of an adapter or of a model, or a model's id on the hub.
         base_model: folder of an adapter's base, if it was moved.
         bits: 4 or 8, to quantise a model; of an adapter's base, if there is no run.yaml.
-        chat_template: Jinja file, instead of the tokenizer's own template.
+        chat_template: Jinja file or name, instead of the tokenizer's own template.
 
     Raises:
         InputError: if there is no such model, or it cannot be loaded, before weights load where that can be known.
@@ -184,14 +187,25 @@ def load_speakers(
     try:
         return _loaded(path, base_model, bits, chat_template, compared)
     except InputError as error:  # these verbs have no configuration whose keys could be named
-        raise InputError([problem.removeprefix("model.path: ") for problem in error.problems]) from error
+        said = [problem.removeprefix("model.path: ") for problem in error.problems]
+        raise InputError([each.replace("data.chat_template:", "--chat-template:") for each in said]) from error
+
+
+def columns_of(path: str) -> Columns:
+    """The columns that the rows of a run were read by; none for what no run left.
+
+    Raises:
+        InputError: if there is no result in the folder.
+    """
+    run = result_at(Path(path)).run if Path(path).is_dir() else None
+    data = {} if run is None else read_run(run.parent).get("config", {}).get("data", {})
+    return tuple(data.get("columns", {}).items())
 
 
 def _loaded(
     path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
 ) -> list[Speaker]:
-    if chat_template is not None and not Path(chat_template).is_file():
-        raise InputError(f"--chat-template {chat_template}: there is no such file; check its name.")
+    refuse_if_any(problems(chat_template))
     is_here = Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1
     result = result_at(Path(path)) if is_here else None
     if result is not None and result.is_adapter:

@@ -24,6 +24,7 @@ from transformers.utils import cached_file, extract_commit_hash
 from transformers.utils import logging as transformers_logging
 
 from finetune.cache import key_of
+from finetune.data import named_templates
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow, InputError, first_line, refuse_if_any
 from finetune.hub_access import refuse_without_access
@@ -53,18 +54,16 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
             found.append(f"{key}: there is no folder {value}; give a model folder, or a hub id (owner/name).")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
-    if chat_template is not None and not Path(chat_template).is_file():
-        found.append(f"data.chat_template: there is no file {chat_template}; check its name.")
-    return found
+    return found + named_templates.problems(chat_template)
 
 
 def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
 ) -> PreTrainedTokenizerBase:
-    """A fast tokenizer, with the chat template from a file if one is given.
+    """A fast tokenizer, with the chat template of a file or of a name if one is given.
 
     Raises:
-        InputError: if there is none, if it is a slow one, or if the hub denies access.
+        InputError: if there is none, if it is a slow one or lacks tokens of the template, or if the hub denies access.
     """
     refuse_without_access(path, "tokenizer_config.json", revision=revision)
     try:
@@ -79,7 +78,7 @@ def load_tokenizer(
             "model.tokenizer to a fast one."
         )
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        named_templates.use(tokenizer, chat_template)
     return tokenizer
 
 
@@ -295,6 +294,14 @@ def load_model(
     except ValueError:  # sampling settings without sampling: read without complaint, but refused at saving
         model.generation_config.do_sample = True
     return model
+
+
+def stop_at(model: PreTrainedModel, token: int | None) -> None:
+    """Have generation stop at one more token, the tokenizer's own, beside those that the model's files name."""
+    known = model.generation_config.eos_token_id
+    ends = [] if known is None else [known] if isinstance(known, int) else list(known)
+    if token is not None and token not in ends:
+        model.generation_config.eos_token_id = [*ends, token] if ends else token
 
 
 def shape(model: PreTrainedModel) -> dict[str, int]:

@@ -41,6 +41,7 @@ def settings_of(
     known = tokenizer.added_tokens_decoder
     return Settings(
         format=data.format,
+        columns=tuple(sorted(data.columns.items())),
         train_on=data.train_on,
         max_length=data.max_length,
         split_key=data.split_key,

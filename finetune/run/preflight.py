@@ -22,7 +22,8 @@ from finetune.config.refusals import (
     schedule_problems,
     unused_adapter_keys,
 )
-from finetune.data import dataset, sources, streaming
+from finetune.data import columns, dataset, sources, streaming
+from finetune.data.named_templates import NAMED
 from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import refuse_if_any
@@ -92,6 +93,7 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
     return (
         loading.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
         + sources.problems(dataset.named_sources(cfg.data.train) + held_out)
+        + columns.problems(cfg.data.columns)
         + held_out_problems(held_out)
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + question_problems(cfg.eval, cfg.data.eval)
@@ -108,7 +110,8 @@ def folder_problems(cfg: sections.Run) -> list[str]:
         folder,
         overwrite=cfg.train.overwrite,
         resumes=resuming.is_in(cfg.checkpoint.resume, folder),
-        inputs=[source.path for source in named] + [file for file in [cfg.data.chat_template] if file],
+        inputs=[source.path for source in named]
+        + [file for file in [cfg.data.chat_template] if file and file not in NAMED],
     )
 
 

@@ -142,17 +142,16 @@ class Session:
         Raises:
             InputError: if it cannot be loaded, is not the checkpoint's, or its checkpoints have no room on the disk.
         """
-        cfg = self.cfg
+        cfg, train = self.cfg, self.cfg.train
         device = distributed.loading_device(self.accelerator, self.launch, self.spec.quantised_bytes)
         if device != self.accelerator.device:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
-        model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, cfg.train, device)
+        model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, train, device)
+        loading.stop_at(model, self.tokenizer.eos_token_id)
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
             refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
-        self.checkpoint_bytes = resuming.bytes_of(
-            self.trained_shapes, optimizer=cfg.train.optimizer, weights=cfg.train.weights
-        )
+        self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, optimizer=train.optimizer, weights=train.weights)
         at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps)
         refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
         self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)

@@ -5,7 +5,7 @@ Limits: dropped records are counted, but their lengths are unknown; padding is t
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -105,6 +105,8 @@ class Report:
     sources: list[SourceFigures]
     formats: dict[str, int]
     """Records of each format that rows were made of, over all sources."""
+    columns: dict[str, str]
+    """Fields of the formats, each with the column of the records that holds it."""
     prepared_rows: int
     """Made of these records, before weights."""
     dropped_by_template: dict[str, int]
@@ -143,6 +145,7 @@ def report(
     *,
     train_sources: Sequence[Source],
     held_out_sources: Sequence[Source],
+    columns: Mapping[str, str],
     max_length: int,
     packing: bool | Literal["concatenate"],
     paired: bool,
@@ -195,6 +198,7 @@ def report(
     return Report(
         sources=_source_figures(per_epoch, held_out, train_sources, held_out_sources),
         formats=_added_up(stores, "formats"),
+        columns=dict(columns),
         prepared_rows=sum(len(_trained(Rows(store.folder))) for store in stores),
         dropped_by_template=_added_up(stores, "left_out"),
         rows=RowFigures(

@@ -56,6 +56,10 @@ def sections(report: Report) -> list[Section]:
     several = "chosen and rejected answers" if report.paired else "some need several"
     of_rows = [
         ("formats", ", ".join(f"{name} {count:,}" for name, count in report.formats.items())),
+        *(
+            [("columns", ", ".join(f"{field} from {column}" for field, column in report.columns.items()))]
+            * bool(report.columns)
+        ),
         *([("all rows", f"{made:,} from {records:,} records: {several}")] if made != records else []),
         ("training rows", f"{rows.training:,}"),
         *([("per epoch", f"{rows.per_epoch:,}")] if _is_weighted(report) else []),
