@@ -36,7 +36,7 @@ class Config(PairedRun, Recipe):
 def main(cfg: Config) -> None:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
-    refuse_if_any(pair_problems(cfg, cfg.dpo))
+    refuse_if_any(pair_problems(cfg, cfg.dpo, launch))
     spec = check(cfg, launch)  # all that can be refused before anything is loaded or written
 
     tokenizer = load_tokenizer(cfg.model, cfg.data)

@@ -33,10 +33,12 @@ class Recipe:
     compared: tuple[str, ...] = ("loss", "grad_norm", "tokens")
     """Figures of a step that no strategy changes."""
     held_out: tuple[str, ...] = ("eval_loss",)
-    relative: float = 1e-5
-    """By which a strategy may differ: of sums of log-probabilities, more than of their means."""
+    absolute: float = 2e-6
+    """By which a strategy may differ, beside 1e-5 of each figure: of sums of log-probabilities, more than of means."""
     is_at_the_beginning: Callable[[dict[str, Any]], bool] = lambda metrics: False
     """The model is its own reference: rewards are 0, but for rounding, and what is compared of them is luck."""
+    like: str | None = None
+    """The recipe whose run on one process it repeats, and is compared with; None for its own."""
 
 
 RECIPES = (
@@ -47,7 +49,7 @@ RECIPES = (
         preferences.write_pairs,
         compared=("loss", "grad_norm", "tokens", "reward_margin", "kl", *REWARDS),
         held_out=("eval_loss", "eval_reward_margin", "eval_accuracy", "eval_kl"),
-        relative=1e-4,
+        absolute=1e-5,
         is_at_the_beginning=lambda metrics: abs(metrics["loss"] - 0.693147) < 1e-5,
     ),
     Recipe(
@@ -57,7 +59,7 @@ RECIPES = (
         {"dpo__loss": "simpo"},
         compared=("loss", "grad_norm", "tokens", "reward_margin", *REWARDS),
         held_out=("eval_loss", "eval_reward_margin", "eval_accuracy"),
-        relative=1e-4,
+        absolute=1e-5,
     ),
     Recipe(
         "kto",
@@ -66,7 +68,7 @@ RECIPES = (
         {"dpo__loss": "kto"},
         compared=("loss", "grad_norm", "tokens", "reference_point", "kl", *REWARDS),
         held_out=("eval_loss", "eval_reward_chosen", "eval_accuracy", "eval_kl"),
-        relative=1e-4,
+        absolute=1e-5,
         is_at_the_beginning=lambda metrics: abs(metrics["loss"] - 0.5) < 1e-5,
     ),
     Recipe(
@@ -85,6 +87,17 @@ RECIPES = (
         held_out=("eval_loss", "eval_bits_per_byte"),
     ),
     Recipe("distillation", distillation, tiny.write_conversations),
+    Recipe(
+        "dpo_model",
+        dpo,
+        preferences.write_pairs,
+        {"dpo__reference": "model"},
+        compared=("loss", "grad_norm", "tokens", "reward_margin", "kl", *REWARDS),
+        held_out=("eval_loss", "eval_reward_margin", "eval_accuracy", "eval_kl"),
+        absolute=1e-5,
+        is_at_the_beginning=lambda metrics: abs(metrics["loss"] - 0.693147) < 1e-5,
+        like="dpo",
+    ),
 )
 """Those of the repository, those of their losses and data that go other ways, and one of a user's own."""
 

@@ -1,13 +1,15 @@
 """Pairs of answers: every shape they come in, what is refused, and that their two sides stay together."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from plan_models import config_named
+from plan_models import arithmetic, config_named
 
+from finetune.config.compatibility import STRATEGIES
 from finetune.config.dpo_section import Dpo
 from finetune.config.recipe_classes import PairedRun, class_of
 from finetune.config.sections import Run
@@ -18,11 +20,17 @@ from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.distributed import Strategy
 from finetune.errors import BadRow, InputError
+from finetune.hardware.cards import parse_gpus
 from finetune.planner.asked import asked
 from finetune.planner.launch_command import launch_command
+from finetune.planner.memory import needed_bytes
+from finetune.planner.nearest import nearest_that_fits
 from finetune.planner.written import Options
 from finetune.run.pairs import caches_reference, pair_problems
+from finetune.trace.setting import Setting
 from recipes.dpo import Config
+
+LLAMA_8B = arithmetic("llama-3.1-8b")
 
 
 def user(text: str) -> dict[str, str]:
@@ -166,6 +174,10 @@ def configuration(**changes: Any) -> Config:
     return Config.model_validate(values)
 
 
+def launched(strategy: str) -> Strategy:
+    return Strategy(strategy, 0, 1, 1, "no", rehearsal=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -176,6 +188,7 @@ def configuration(**changes: Any) -> Config:
         ({"eval__exact_match": True}, "eval.exact_match"),
         ({"dpo__reference": "adapter_off"}, "dpo.reference adapter_off needs an adapter"),
         ({"dpo__loss": "orpo", "dpo__reference": "cached"}, "dpo.reference: orpo has no reference"),
+        ({"dpo__loss": "simpo", "dpo__reference": "model"}, "dpo.reference: simpo has no reference"),
         ({"dpo__label_smoothing": 0.1}, "dpo.label_smoothing belongs to the loss robust"),
         ({"dpo__margin": 1.0}, "dpo.margin belongs to the loss simpo"),
     ],
@@ -183,8 +196,16 @@ def configuration(**changes: Any) -> Config:
 )
 def test_what_contradicts_pairs_is_refused_by_its_key(changes: dict[str, Any], named: str):
     cfg = configuration(**changes)
-    (problem,) = pair_problems(cfg, cfg.dpo)
+    (problem,) = pair_problems(cfg, cfg.dpo, launched("single"))
     assert named in problem
+
+
+def test_weights_on_disk_cannot_trade_places_and_what_can_is_named():
+    cfg = configuration(dpo__reference="model")
+    (problem,) = pair_problems(cfg, cfg.dpo, launched("zero3_nvme"))
+    assert problem.startswith("dpo.reference: model")
+    assert problem.endswith("set it to cached, or use the strategy file zero3_offload.")
+    assert [name for name in STRATEGIES if pair_problems(cfg, cfg.dpo, launched(name))] == ["zero3_nvme"]
 
 
 def test_references_are_cached_where_nothing_can_be_switched_off():
@@ -195,17 +216,17 @@ def test_references_are_cached_where_nothing_can_be_switched_off():
         ("lora", "cached", "ipo", "single", True),
         ("lora", "adapter_off", "ipo", "zero3", False),
         ("none", "auto", "simpo", "single", False),
+        ("none", "model", "sigmoid", "zero3", False),
     ):
         cfg = configuration(adapter__type=adapter, dpo__loss=loss, dpo__reference=reference)
-        launch = Strategy(strategy, 0, 1, 1, "no", rehearsal=True)
-        assert caches_reference(cfg, cfg.dpo, launch) == expected
+        assert caches_reference(cfg, cfg.dpo, launched(strategy)) == expected
 
 
 def test_supervised_fine_tuning_names_the_recipe_for_pairs(tmp_path: Path):
     path = written(tmp_path / "pairs.jsonl", [MESSAGES["whole conversations"]])
     with pytest.raises(InputError, match=r"preference pair.*recipes/dpo\.py"):
         dataset.read_rows([Source(str(path))], tiny.build_tokenizer(), Settings(64))
-    assert pair_problems(configuration(), Dpo()) == []
+    assert pair_problems(configuration(), Dpo(), launched("single")) == []
 
 
 def test_plan_takes_a_pair_for_two_documents_and_names_the_recipe(tmp_path: Path, arithmetic_steps: None):
@@ -218,6 +239,55 @@ def test_plan_takes_a_pair_for_two_documents_and_names_the_recipe(tmp_path: Path
     words = [word for group in launch_command(paired, paired.base) for word in group]
     assert "recipes/dpo.py" in words
     assert words[words.index("--dpo.loss") + 1] == "ipo"
+
+
+def test_plan_counts_the_passes_and_the_copy_of_a_reference():
+    machines, full = parse_gpus("8xH100"), Setting("fsdp2", 8, row_tokens=2048, accumulation=2)
+    memory = {name: LLAMA_8B.memory(each, mean_document_tokens=1024).peak for name, each in referring(full).items()}
+    time = {
+        name: LLAMA_8B.time(each, machines, mean_document_tokens=1024).parts for name, each in referring(full).items()
+    }
+    assert memory["none"] == memory["cached"]
+    assert memory["model"] - memory["none"] == pytest.approx(4 * LLAMA_8B.anatomy.parameters / 8, rel=1e-3)  # in fp32
+    assert time["none"] == time["cached"]
+    assert time["model"].matrix_products == pytest.approx(4 / 3 * time["none"].matrix_products)  # forward is a third
+    assert time["model"].communication >= time["none"].communication
+    lora = referring(replace(full, adapter="lora"))
+    assert [each.forward_passes for each in lora.values()] == [1, 1, 2, 2, 2]
+    assert [replace(each, mismatches=True).forward_passes for each in lora.values()] == [2, 2, 4, 4, 4]
+    assert replace(lora["auto"], strategy="zero3").forward_passes == 1
+
+
+def referring(setting: Setting) -> dict[str, Setting]:
+    """A setting with each reference."""
+    return {name: replace(setting, reference=name) for name in ("none", "cached", "adapter_off", "model", "auto")}
+
+
+def test_plan_reads_the_reference_of_a_configuration_and_caches_it_where_the_copy_does_not_fit(
+    tmp_path: Path, arithmetic_steps: None
+):
+    (tmp_path / "config.json").write_text(json.dumps(config_named("llama-3.1-8b")))
+    flags = [f"--model.path={tmp_path}", "--data.train=x.jsonl", f"--train.output_dir={tmp_path / 'out'}"]
+    flags += ["--data.max_length=512", "--dpo.reference=model"]
+    question = asked(flags, Options(gpus="2xH100")).question
+    assert (question.base.reference, question.base.mismatches) == ("model", False)
+    assert asked([*flags[:-1], "--dpo.loss=kto"], Options(gpus="2xH100")).question.base.mismatches
+    assert asked([*flags[:-1], "--dpo.loss=orpo"], Options(gpus="2xH100")).question.base.reference == "none"
+    start = replace(
+        question.base, strategy="fsdp2", weights="bf16", optimizer="adamw_8bit", activation_checkpointing=True
+    )
+    without, copy = (
+        LLAMA_8B.memory(replace(start, reference=name), mean_document_tokens=512) for name in ("cached", "model")
+    )
+    between = replace(
+        question.machines,
+        gpu=replace(
+            question.machines.gpu, memory_gib=(needed_bytes(without, start) + needed_bytes(copy, start)) / 2 / 2**30
+        ),
+    )
+    found = nearest_that_fits(LLAMA_8B, start, between, mean_document_tokens=512)
+    assert found is not None
+    assert found.changes == {"dpo.reference": "cached"}
 
 
 def test_file_with_the_section_is_one_of_pairs(tmp_path: Path):

@@ -100,7 +100,7 @@ def _report(
     held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
     launch = distributed.Strategy.from_environment()
-    found = _problems_of_recipe(cfg, launch.world_size)
+    found = _problems_of_recipe(cfg, launch)
     cfg = in_rows(cfg) if isinstance(cfg, CorpusRun) and not found else cfg
     refuse_if_any(configuration_problems(cfg) + found)
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
@@ -144,10 +144,10 @@ def _report(
     )
 
 
-def _problems_of_recipe(cfg: sections.Run, world_size: int) -> list[str]:
+def _problems_of_recipe(cfg: sections.Run, launch: distributed.Strategy) -> list[str]:
     if isinstance(cfg, PairedRun):
-        return pair_problems(cfg, cfg.dpo)
-    return corpus_problems(cfg, world_size) if isinstance(cfg, CorpusRun) else []
+        return pair_problems(cfg, cfg.dpo, launch)
+    return corpus_problems(cfg, launch.world_size) if isinstance(cfg, CorpusRun) else []
 
 
 def problems_of_a_run(

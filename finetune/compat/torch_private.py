@@ -8,6 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 GROWTH_TRACKER = "_growth_tracker"
 """Key of the good steps since the scale changed, in ``GradScaler.state_dict``. Goes with a public getter and setter."""
 
+SHARD = "_sharded_param_data"
+"""Name of the attribute of FSDP2's parameters from which they are gathered."""
+
 
 def cpu_computes_bf16() -> bool:
     """Whether this CPU multiplies in bf16. Goes when ``torch.cpu`` answers it without an underscore."""
@@ -16,5 +19,28 @@ def cpu_computes_bf16() -> bool:
 
 def offload_policies(model: torch.nn.Module) -> list[Any]:
     """The offload policy of each FSDP2 group of parameters. Goes when ``FSDPModule`` has a getter for it."""
+    return [group.offload_policy for group in param_groups(model)]
+
+
+def param_groups(model: torch.nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters that are gathered together; several modules may share one."""
     groups: list[Any] = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    return [group.offload_policy for group in groups if group is not None]
+    return [group for group in dict.fromkeys(groups) if group is not None]
+
+
+def sharded_parameters(model: torch.nn.Module) -> list[Any]:
+    """FSDP2's records of its parameters, each of which gathers its parameter from ``SHARD``; none under others.
+
+    Goes when FSDP2 can gather from other tensors. Before its first forward pass it may lay shards out anew: it does so
+    here, once.
+    """
+    groups = param_groups(model)
+    for group in groups:
+        group.lazy_init()
+    return [each for group in groups for each in group.fsdp_params]
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Free all that FSDP2 has gathered. Goes when ``reshard`` does so after a forward pass that ended in an error."""
+    for group in param_groups(model):
+        group._to_sharded()

@@ -122,6 +122,16 @@ def bf16_weights_problems(cell: Cell, *, weights: str, precision: str) -> list[s
     return found
 
 
+def reference_problems(strategy: str, reference: str) -> list[str]:
+    """Why preference tuning cannot take its reference from where ``dpo.reference`` says."""
+    if reference != "model" or strategy != "zero3_nvme":
+        return []
+    return [
+        f"dpo.reference: model exchanges weights in memory, but {strategy} keeps them on disk; set it to cached, or "
+        "use the strategy file zero3_offload."
+    ]
+
+
 def cells() -> list[Cell]:
     """Every combination."""
     return [Cell(s, b, a, o) for s in STRATEGIES for b in BITS for a in ADAPTERS for o in OPTIMIZERS]

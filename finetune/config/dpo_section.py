@@ -35,13 +35,30 @@ class Dpo(Section):
     ipo and the losses without a reference have their own."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of the loss of supervised fine-tuning on the chosen answers, a mean over their tokens, which is added."""
-    reference: Literal["auto", "adapter_off", "cached"] = "auto"
+    reference: Literal["auto", "adapter_off", "cached", "model"] = "auto"
     """Whose log-probabilities the trained model is compared with: those of the model that training begins with.
     adapter_off: it computes them, with its adapter off, in every step. cached: they are computed once, before training.
-    Neither holds a second copy of the weights. auto: adapter_off where there is an adapter, but not under ZeRO-3, which
-    fetches weights ahead in one order only; else cached."""
+    Neither holds a second copy of the weights. model: they are computed in every step, by the trained weights as they
+    were when training began, of which each process keeps a copy of its part. auto: adapter_off where there is an
+    adapter, but not under ZeRO-3, which fetches weights ahead in one order only; else cached."""
 
     @property
     def strength(self) -> float:
         """``beta``, as a number."""
         return (2.0 if self.loss == "simpo" else 0.1) if self.beta == "auto" else self.beta
+
+    @property
+    def compares_with(self) -> str:
+        """``reference``, or none for a loss that has none."""
+        return "none" if self.loss in WITHOUT_REFERENCE else self.reference
+
+
+def reference_taken(reference: str, *, adapted: bool, in_order: bool) -> str:
+    """``compares_with``, with what its auto means.
+
+    Args:
+        in_order: the strategy fetches weights ahead, in one order only.
+    """
+    if reference != "auto":
+        return reference
+    return "adapter_off" if adapted and not in_order else "cached"

@@ -4,9 +4,10 @@
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``flat_shards`` (which elements of a
 parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
-store them), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes), ``long_timeout``
-(collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once), ``launch_environment`` (the
-environment of a strategy file, for notebooks and tests). Compatibility is in ``finetune.config.compatibility``.
+store them), ``remembered_weights`` (the trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to
+resume with), ``interruption`` (signals, lost processes), ``long_timeout`` (collectives that wait), ``deepspeed_ops``
+(DeepSpeed's C++ operations, built once), ``launch_environment`` (the environment of a strategy file, for notebooks and
+tests). Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
 variables, which are read and checked here. All strategies follow one numerical policy, and each is proven active after
@@ -42,6 +43,7 @@ from finetune.distributed.gpus import machines_of
 from finetune.distributed.interruption import Interruption, name_of
 from finetune.distributed.long_timeout import long_timeout_gather, main_process_writes
 from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
+from finetune.distributed.remembered_weights import RememberedWeights
 from finetune.distributed.setup import finish, leave, prepare, start
 from finetune.distributed.sharded_state import (
     Piece,
@@ -69,6 +71,7 @@ __all__ = [
     "DTYPES",
     "Interruption",
     "Piece",
+    "RememberedWeights",
     "Strategy",
     "active_name",
     "compute_dtype",

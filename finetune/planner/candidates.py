@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
+from finetune.config.compatibility import Cell, bf16_weights_problems, reference_problems, refusal
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
@@ -121,6 +121,7 @@ def why_not(question: Question, strategy: str, method: Method) -> str | None:
         world_sizes_problem(strategy, question.machines.world_size)
         or refusal(cell)
         or next(iter(bf16_weights_problems(cell, weights=base.weights, precision=base.precision)), None)
+        or next(iter(reference_problems(strategy, base.reference)), None)
     )
 
 

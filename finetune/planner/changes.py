@@ -18,6 +18,11 @@ def smaller_micro_batches(setting: Setting) -> list[Setting]:
     return [replace(setting, micro_batch_size=n, accumulation=rows // n) for n in smaller]
 
 
+def with_cached_reference(setting: Setting) -> list[Setting]:
+    """Without a copy of the weights."""
+    return [replace(setting, reference="cached")] if setting.reference == "model" else []
+
+
 def with_checkpointing(setting: Setting) -> list[Setting]:
     return [] if setting.activation_checkpointing else [replace(setting, activation_checkpointing=True)]
 

@@ -7,7 +7,7 @@ fast as the slower of the link inside and all adapters of a machine together.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.hardware.cards import Machines
@@ -73,7 +73,13 @@ def transfers(
         )
         for (what, when, overlaps), every in found.items()
     ]
-    return (*summed, *_offload(step, setting, placement, machines, rates))
+    every = [*summed, *_offload(step, setting, placement, machines, rates)]
+    return tuple(_times(each, setting.forward_passes) if each.when == "forward" else each for each in every)
+
+
+def _times(one: Transfer, passes: int) -> Transfer:
+    """In so many passes in the place of one."""
+    return replace(one, bytes=passes * one.bytes, calls=passes * one.calls, seconds=passes * one.seconds)
 
 
 def _collective(sent: Sent, traced: int, setting: Setting, placement: Placement, machines: Machines) -> Transfer:

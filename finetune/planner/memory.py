@@ -78,6 +78,8 @@ def step_memory(
     place = setting.placement
     micro_batch = micro_batch_of(step, setting, mean_document_tokens)
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
+    if place.weights_on == "gpu":
+        beside["weights"] = float(reference_bytes(step, setting))
     every = step.moments(micro_batch, accumulation=setting.accumulation)
     moments = [(each.phase, _parts(each, place, beside)) for each in every]
     phases: dict[str, float] = {}
@@ -118,6 +120,20 @@ def trained_weights(step: Step, setting: Setting) -> list[tuple[Trained, int]]:
     ]
 
 
+def reference_bytes(step: Step, setting: Setting) -> int:
+    """Of the copy that each process keeps of its part of the trained weights (``distributed.remembered_weights``): of
+    whole ones, or of shards, of which the first is as large as any."""
+    if setting.reference != "model":
+        return 0
+    place, shards = setting.placement, setting.placement.weight_shards
+    in_16_bits = setting.weights == "bf16" or (place.framework == "zero" and setting.precision != "no")
+    elements = 0
+    for shape, count in step.trained().items():
+        rows = shape[0] if place.framework == "fully_shard" else math.prod(shape)  # ZeRO-3 cuts between any elements
+        elements += count * math.ceil(rows / shards) * (math.prod(shape) // max(1, rows))
+    return (2 if in_16_bits else 4) * elements
+
+
 def checkpoint_bytes(step: Step, setting: Setting) -> int:
     """Of one checkpoint on disk, of all processes: each trained weight and the optimizer's state for it."""
     optimizer = setting.optimizer.removeprefix("paged_")
@@ -149,10 +165,12 @@ def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_m
         loading = (quantised if place.framework == "fully_shard" else largest) * processes_of_machine
     if place.optimizer_on == "gpu":
         return math.ceil(loading)
+    copied = reference_bytes(step, setting)
     if place.framework == "zero":
-        return math.ceil(max(loading, _held_by_zero(step, anatomy, setting, place) * processes_of_machine))
+        held = _held_by_zero(step, anatomy, setting, place) + copied
+        return math.ceil(max(loading, held * processes_of_machine))
     shards = step.on_host("weights") * processes_of_machine
-    return math.ceil(max(loading + shards, step.on_host() * processes_of_machine))
+    return math.ceil(max(loading + shards, (step.on_host() + copied) * processes_of_machine))
 
 
 def _held_by_zero(step: Step, anatomy: Anatomy, setting: Setting, place: Placement) -> float:

@@ -17,6 +17,7 @@ from finetune.planner.changes import (
     with_8_bit_state,
     with_adapter,
     with_bf16_weights,
+    with_cached_reference,
     with_checkpointing,
 )
 from finetune.planner.judged_rows import Row, judged
@@ -27,6 +28,7 @@ from finetune.trace.setting import Setting
 
 Change = Callable[[Setting], list[Setting]]
 KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
+    "reference": ("dpo.reference", lambda setting: setting.reference),
     "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
     "activation_checkpointing": (
         "train.activation_checkpointing",
@@ -74,10 +76,10 @@ def nearest_that_fits(
 ) -> Nearest | None:
     """The nearest way to train that fits the machines; None if there is none.
 
-    From the mildest: a smaller micro-batch, activation checkpointing, sharding over the GPUs that there are, 8-bit
-    optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A harsher change is made only where all
-    milder ones together are not enough; rows are no shorter than they must be with all the others. No change offloads.
-    What fits without being tight comes first.
+    From the mildest: a reference without a copy of the weights, a smaller micro-batch, activation checkpointing,
+    sharding over the GPUs that there are, 8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows.
+    A harsher change is made only where all milder ones together are not enough; rows are no shorter than they must be
+    with all the others. No change offloads. What fits without being tight comes first.
 
     Args:
         mean_document_tokens: that a token's document has on average; a whole row's where it is not given.
@@ -176,6 +178,7 @@ def _row_lengths(setting: Setting) -> Iterator[Setting]:
 
 
 _MILDEST_FIRST: tuple[Change, ...] = (
+    with_cached_reference,
     smaller_micro_batches,
     with_checkpointing,
     sharded,
@@ -192,6 +195,7 @@ _AS_APPLIED: tuple[Change, ...] = (
     with_8_bit_state,
     with_bf16_weights,
     with_checkpointing,
+    with_cached_reference,
     smaller_micro_batches,
 )
 """Those first that make others possible: 4 bits need an adapter, and can be sharded where 8 bits cannot."""

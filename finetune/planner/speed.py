@@ -157,14 +157,14 @@ def step_time(
     sent = transfers(step, setting, placement, rated, rates)
     communication, offload = _exposed(sent, forward, backward, setting, placement)
     micro = setting.accumulation / traced
-    both = [passes["forward"], passes["backward"]]
+    every = [passes["forward"]] * setting.forward_passes + [passes["backward"]]
     optimizer = passes["step"].seconds
     if placement.optimizer_on != "gpu":
         moved = sum(each.calls * micro_batch.value(each.bytes) for each in kernels if each.phase == "step")
         optimizer = moved / (rates.host_gb_per_second * 1e9)
     return StepTime(
         parts=Parts(
-            **{field.name: micro * sum(getattr(each, field.name) for each in both) for field in fields(Pass)},
+            **{field.name: micro * sum(getattr(each, field.name) for each in every) for field in fields(Pass)},
             communication=communication,
             offload=offload,
             optimizer=optimizer,
@@ -227,14 +227,18 @@ def _exposed(
     """
     reduces_once = placement.weight_shards == 1 and not placement.averages_each_micro_batch
     waits = {True: 0.0, False: 0.0}  # for other GPUs; for host or disk
-    for when, beside in (("forward", forward), ("backward", backward), ("step", 0.0)):
+    for when, beside, passes in (
+        ("forward", forward, setting.forward_passes),
+        ("backward", backward, 1),
+        ("step", 0.0, 1),
+    ):
         group = [each for each in sent if each.when == when]
         hidden = [each for each in group if each.overlaps]
         for each in group:
             waits[each.is_collective] += 0.0 if each.overlaps else each.seconds
         if hidden:
             total, ends = sum(each.seconds for each in hidden), max(each.seconds_of_one for each in hidden)
-            times = 1 if reduces_once else setting.accumulation
+            times = passes * (1 if reduces_once else setting.accumulation)
             exposed = times * (ends + max(0.0, total / times - ends - beside))
             for each in hidden:
                 waits[each.is_collective] += exposed * each.seconds / total

@@ -3,13 +3,14 @@
 import numpy as np
 
 from finetune.config import sections
-from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
+from finetune.config.compatibility import reference_problems
+from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo, reference_taken
 from finetune.data.rows import Rows
-from finetune.distributed import Strategy
+from finetune.distributed import RememberedWeights, Strategy
 from finetune.training.preferences import Preferences
 
 
-def pair_problems(cfg: sections.Run, dpo: Dpo) -> list[str]:
+def pair_problems(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> list[str]:
     """What contradicts pairs of answers, as sentences."""
     data, given = cfg.data, dpo.model_fields_set
     without = dpo.loss in WITHOUT_REFERENCE
@@ -37,7 +38,8 @@ def pair_problems(cfg: sections.Run, dpo: Dpo) -> list[str]:
             dpo.loss == "kto" and dpo.length_normalized
         ),
     }
-    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+    of_launch = reference_problems(launch.name, dpo.compares_with)
+    return [sentence for sentence, is_wrong in found.items() if is_wrong] + of_launch
 
 
 def kind_problems(dpo: Dpo, *read: Rows | None) -> list[str]:
@@ -63,16 +65,21 @@ def kind_problems(dpo: Dpo, *read: Rows | None) -> list[str]:
 
 def caches_reference(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> bool:
     """Whether references are computed before training, and not in each step."""
-    if dpo.loss in WITHOUT_REFERENCE:
-        return False
-    left_open = cfg.adapter.type == "none" or launch.gathers_in_order
-    return dpo.reference == "cached" or (dpo.reference == "auto" and left_open)
+    return _reference_of(cfg, dpo, launch) == "cached"
 
 
 def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences:
     """What the recipe learns."""
-    if caches_reference(cfg, dpo, launch):
-        return Preferences(dpo, None)
+    reference = _reference_of(cfg, dpo, launch)
+    if reference == "model":
+        beginning = RememberedWeights()
+        return Preferences(dpo, beginning.in_place, beginning.remember)
+    if reference != "adapter_off":
+        return Preferences(dpo)
     from finetune.compat.peft_private import adapter_off  # PEFT takes seconds to import, and says what it looks for
 
     return Preferences(dpo, adapter_off)
+
+
+def _reference_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> str:
+    return reference_taken(dpo.compares_with, adapted=cfg.adapter.type != "none", in_order=launch.gathers_in_order)

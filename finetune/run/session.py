@@ -173,8 +173,8 @@ class Session:
         )
         sharding = distributed.sharding_of(self.launch, self.model, self.optimizer)
         self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})
-        trained = sum(map(math.prod, self.trained_shapes.values()))
-        self.screen.say(f"{trained:,} trained weights; {sharding.describe()}")
+        self.screen.say(f"{sum(map(math.prod, self.trained_shapes.values())):,} trained weights; {sharding.describe()}")
+        self.objective.remember(self.model)
         self._check_memory()
         return self.model, self.optimizer
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import sections
+from finetune.config.dpo_section import reference_taken
+from finetune.config.recipe_classes import PairedRun
 from finetune.trace.placement import Placement, placement_of
 
 
@@ -46,6 +48,10 @@ class Setting:
     """Whether norms, gated products and LoRA are computed by the kernels of this project (``models.fused``)."""
     flash: bool = True
     """Whether the GPU has flash attention. Without it grouped queries keep scores (``patches.kernels_of_a_gpu``)."""
+    reference: str = "none"
+    """What preference tuning compares with, as ``dpo.reference``; none without a reference."""
+    mismatches: bool = False
+    """Whether each step also reads prompts with the answers of others (kto)."""
 
     @classmethod
     def of(
@@ -85,12 +91,22 @@ class Setting:
             fused=cfg.model.kernels == "auto",
             layout="packed" if cfg.data.packing is True else "flat" if flat else "padded",
             flash=flash,
+            reference=cfg.dpo.compares_with if isinstance(cfg, PairedRun) else "none",
+            mismatches=isinstance(cfg, PairedRun) and cfg.dpo.loss == "kto",
         )
 
     @property
     def placement(self) -> Placement:
         """What its strategy splits over its processes, and where it lies."""
         return placement_of(self.strategy, self.world_size)
+
+    @property
+    def forward_passes(self) -> int:
+        """Of a micro-batch in a step: the one that is learnt from, those of a reference, and of mismatched answers."""
+        in_order = self.placement.zero_stage == 3
+        taken = reference_taken(self.reference, adapted=self.adapter != "none", in_order=in_order)
+        by_reference = 1 if taken in ("adapter_off", "model") else 0
+        return 1 + by_reference + (1 + by_reference if self.mismatches else 0)
 
     @property
     def packing(self) -> bool:

@@ -41,7 +41,7 @@ def key_setting(setting: Setting) -> Setting:
     Steps are functions of the micro-batch; all micro-batches but the first are alike, and a step of one is the first of
     two. Not so under DDP, whose gradients lie beside its buckets until the last micro-batch; and under ZeRO-3 the first
     is like the others, because its gradients are always added up. fp16 takes the bytes of bf16,
-    but under ZeRO-3.
+    but under ZeRO-3. What a reference takes is added to a step's trace (``planner.memory``, ``planner.speed``).
     """
     place = setting.placement
     is_one = place.zero_stage == 3 or (place.framework == "replicated" and setting.accumulation == 1)
@@ -50,6 +50,8 @@ def key_setting(setting: Setting) -> Setting:
         micro_batch_size=1,
         row_tokens=1,
         accumulation=1 if is_one else 2,
+        reference="none",
+        mismatches=False,
         precision="bf16" if setting.precision == "fp16" and place.zero_stage != 3 else setting.precision,
     )
 

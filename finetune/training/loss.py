@@ -53,6 +53,8 @@ class Objective:
     """Others of what ``loss_sum`` was called for on this process since they were last asked for, by their names."""
     remembers_beginning: bool = False
     """The weights that training begins with are compared with all along: a run is resumed with no others."""
+    remember: Callable[[torch.nn.Module], object] = lambda model: None
+    """Given the prepared model with these weights, before its memory is checked and before a checkpoint is restored."""
 
     def count(self, *, rows: int, tokens: int) -> int:
         """What of a step or of held-out data the loss is divided by."""

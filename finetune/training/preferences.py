@@ -15,6 +15,9 @@ from finetune.training.documents import document_numbers
 from finetune.training.loss import Figure, LossOfScores, Objective, added, token_losses, trained_positions
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
 
+AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
+"""Within it a model computes as the one that training begins with."""
+
 
 @dataclass(frozen=True)
 class PairedBatch:
@@ -54,13 +57,18 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
 class Preferences:
     """A loss of pairs, and its figures since they were last taken."""
 
-    def __init__(self, section: Dpo, adapter_off: Callable[[torch.nn.Module], AbstractContextManager[None]] | None):
+    def __init__(
+        self,
+        section: Dpo,
+        as_reference: AsReference | None = None,
+        remember: Callable[[torch.nn.Module], object] = lambda model: None,
+    ) -> None:
         """
         Args:
-            adapter_off: within it a model is its own reference; None where references are known, or not needed.
+            as_reference: within it a model is its own reference; None where references are known, or not needed.
+            remember: given the prepared model when training begins.
         """
-        self.section = section
-        self.adapter_off = None if section.loss in WITHOUT_REFERENCE else adapter_off
+        self.section, self.as_reference, self.remember = section, as_reference, remember
         self.reference_point: torch.Tensor | float = 0.0
         """For kto: of the optimizer step; 0 before training, where the model is its reference."""
         self._figures: dict[str, Figure] = {}
@@ -73,13 +81,12 @@ class Preferences:
             per_row=True,
             figures=self.take_figures,
             remembers_beginning=self.section.loss not in WITHOUT_REFERENCE,
+            remember=self.remember,
         )
 
     def loss_sum(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
         """The loss of a micro-batch, summed over its pairs."""
-        reference_P2 = batch.reference_P2
-        if self.adapter_off is not None:
-            reference_P2 = reference_answers(model, batch, self.adapter_off)
+        reference_P2 = self._reference_of(model, batch)
 
         def of_all(answers_P2: torch.Tensor) -> torch.Tensor:
             (chosen, rejected), known, tokens = answers_P2.T, reference_P2.T, batch.tokens_P2.T
@@ -94,11 +101,15 @@ class Preferences:
     def added(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
         """What the model adds to the reference's log-probability of the first answer of each pair, and how many pairs:
         two sums over a micro-batch."""
-        reference_P2 = batch.reference_P2
-        if self.adapter_off is not None:
-            reference_P2 = reference_answers(model, batch, self.adapter_off)
+        reference_P2 = self._reference_of(model, batch)
         gains_P = (reference_answers(model, batch) - reference_P2)[:, 0]
         return torch.stack([(gains_P * batch.is_there_P).sum(), batch.is_there_P.sum()])
+
+    def _reference_of(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
+        """Log-probabilities of the answers by the reference, of shape (pairs, 2)."""
+        if self.as_reference is None:
+            return batch.reference_P2
+        return reference_answers(model, batch, self.as_reference)
 
     def take_figures(self) -> dict[str, Figure]:
         """Of the pairs since this was last called."""
@@ -108,16 +119,13 @@ class Preferences:
 
 @torch.no_grad()
 def reference_answers(
-    model: torch.nn.Module,
-    batch: PairedBatch,
-    adapter_off: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
+    model: torch.nn.Module, batch: PairedBatch, as_reference: AsReference = nullcontext
 ) -> torch.Tensor:
-    """Log-probabilities of the answers by the reference model, of shape (pairs, 2): the model as it is, or without its
-    adapter."""
+    """Log-probabilities of the answers, of shape (pairs, 2), by the model as it is, or as it is within a context."""
     trains = getattr(model, "module", model).training  # DeepSpeed's engine around it does not know
     model.eval()
     try:
-        with nullcontext() if adapter_off is None else adapter_off(model):
+        with as_reference(model):
             return _of_answers(model, batch, lambda answers_P2: answers_P2)
     finally:
         model.train(trains)
