@@ -41,8 +41,11 @@ MATRICES = {
 """Test files and the axes of their points."""
 FIXTURES = ("ranks", "tiny")
 """Test modules that every matrix uses, through conftest."""
-NOT_TRAINING = ("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace")
-"""What writes tables, the version, the commands, the planner and its traces: a training step runs none of them."""
+NOT_TRAINING = (
+    *("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace", "finetune/report"),
+)
+"""What writes tables, the version, the commands, the planner and its traces, pages on runs: a training step runs none
+of them."""
 FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (

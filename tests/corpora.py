@@ -62,6 +62,7 @@ def values_of(model: Path, train: Path, output: Path, **changes: Any) -> dict[st
         },
         "checkpoint": {"every": 0},
         "pretrain": {},
+        "log": {"report": False},
     }
     for name, value in changes.items():
         section, key = name.split("__")

@@ -117,6 +117,7 @@ def values_of(recipe: Recipe, model: Path, train: Path, output: Path, **changes:
             "weight_decay": 0.1,
         },
         "checkpoint": {"every": 0},
+        "log": {"report": False},
     }
     for name, value in (recipe.values | changes).items():
         section, key = name.split("__")

@@ -30,6 +30,7 @@ def configuration(model: Path, train: Path, output: Path, **changes: Any) -> Any
             "warmup_ratio": 0.1,
             "weight_decay": 0.1,
         },
+        "log": {"report": False},
     }
     for name, value in changes.items():
         section, key = name.split("__")

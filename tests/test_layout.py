@@ -98,7 +98,7 @@ def imports(path: Path) -> set[str]:
 
 ROOMS = (
     *("compat", "config", "hardware", "data", "models", "optim", "distributed", "training"),
-    *("output", "checkpoint", "trace", "planner", "run", "export", "generation", "cli"),
+    *("output", "report", "checkpoint", "trace", "planner", "run", "export", "generation", "cli"),
 )
 """From the lowest: a room imports from those before it. Below them all are the modules outside of any room."""
 

@@ -11,6 +11,7 @@ import live_bytes
 import pytest
 import scenarios
 import tiny
+import yaml
 from full_trace import FullTrace, full_trace
 from tracing import begun, traced_step
 
@@ -69,7 +70,8 @@ def held(ranks: Any, uneven_model: Path, conversations: Path, tmp_path_factory: 
         config = scenarios.configuration(uneven_model, conversations, folder / "run", train__steps=2, **changes)
         everyone = ranks(world_size).run(live_bytes.bytes_held, config, strategy=strategy, mixed_precision="bf16")
         assert len(everyone) == world_size
-        return everyone
+        recorded = yaml.safe_load((folder / "run" / "run.yaml").read_text())["held_bytes"]
+        return [seen | {"recorded": told} for seen, told in zip(everyone, recorded, strict=True)]
 
     return run
 
@@ -100,6 +102,19 @@ def test_weights_gradients_and_state_of_the_first_process_are_traced_to_the_byte
         3: real["gradients"] + 4 * REDUCE_BUCKET_ELEMENTS + world_size * real["parameters"] + 1,
     }
     assert weights == beside[stage]
+
+
+@pytest.mark.parametrize(("strategy", "world_size", "adapter"), SETTINGS, ids=str)
+def test_what_a_run_records_of_each_process_is_what_that_process_holds(
+    strategy: str, world_size: int, adapter: str, held: Any
+):
+    stage = placement_of(strategy, world_size).zero_stage
+    for seen in held(strategy, world_size, adapter):
+        told = seen["recorded"]
+        steps = 4 * (1 + len(seen["tensors"]))  # numbers of steps, which ``state`` leaves out
+        assert 0 <= told["optimizer"] - seen["state"] <= steps
+        assert told["masters"] == (seen["stepped"] if stage else 0)
+        assert 0 <= seen["parameters"] - told["weights"] <= 64 * world_size  # padding of the buffer they lie in
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), LAUNCHES, ids=str)

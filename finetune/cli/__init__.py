@@ -1,4 +1,4 @@
 """The ``finetune`` command: ``commands`` (all commands and their options), ``plan_verb``, ``data_verb``,
 ``data_cache``, ``checkpoint_verb``, ``generate_verb``, ``chat_verb`` (and their ``talk_options``), ``terminal`` (what a
-terminal may be given of an answer), ``data_report`` (the data as the model sees them), ``demo_model``.
+terminal may be given of an answer), ``report_verb``, ``data_report`` (the data as the model sees them), ``demo_model``.
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from finetune import __version__
+from finetune.cli.report_verb import add_report
 from finetune.cli.talk_options import add_chat, add_generate
 from finetune.errors import InputError, RunStopped
 from finetune.shipped import shipped_files
@@ -53,6 +54,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_merge(verbs)
     add_generate(verbs)
     add_chat(verbs)
+    add_report(verbs)
     _add_data(verbs)
     _add_plan(verbs)
     _add_checkpoint(verbs)

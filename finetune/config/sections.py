@@ -12,6 +12,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class Section(BaseModel):
@@ -226,6 +227,19 @@ class Log(Section):
     profile: NonNegativeInt = 0
     """Optimizer steps of which the first process writes a trace, profile.json.gz in the output folder, from the third
     that it makes on; 0 for none. Perfetto opens it. Of a few steps: each takes megabytes."""
+    to: Tracker | list[Tracker] = []
+    """Trackers that get each line of metrics.jsonl too: one, or a list of them; none by default. TensorBoard's files
+    are written to tensorboard/ in the output folder. The others send the figures and the configuration to where their
+    own settings say (WANDB_MODE, MLFLOW_TRACKING_URI ...)."""
+    project: str = "finetune"
+    """Project of wandb and trackio, or experiment of mlflow, that the run belongs to."""
+    report: bool = True
+    """Write report.html, and report.png where matplotlib is installed, at the end of the run."""
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Each once."""
+        return list(dict.fromkeys([self.to] if isinstance(self.to, str) else self.to))
 
 
 class Run(BaseModel):

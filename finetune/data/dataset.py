@@ -17,6 +17,7 @@ from finetune.data.sources import Source
 from finetune.errors import InputError, refuse_if_any
 
 _WHOLE = 2.0**64
+PARTS_OF_HISTOGRAM = 24
 
 
 def read_rows(
@@ -173,6 +174,28 @@ def describe(rows: Rows, purpose: str) -> str:
     for what, count in summary["left_out"].items():
         text += f"; the chat template leaves out {what} of {count:,}{whose}"
     return text
+
+
+def figures(parts: Sequence[Rows]) -> dict[str, Any]:
+    """Of rows of one or several mixes, for run.yaml: counts, tokens, and how many rows there are of which lengths.
+
+    ``lengths`` is a histogram: ``{"up_to": [10, 20], "rows": [3, 1]}`` are three rows of 1 to 10 tokens, and one of 11
+    to 20.
+    """
+    lengths = np.concatenate([rows.lengths for rows in parts])
+    edges = np.unique(np.linspace(0, lengths.max(), PARTS_OF_HISTOGRAM + 1).round().astype(np.int64))
+    counted = np.bincount(np.searchsorted(edges[1:], lengths), minlength=len(edges) - 1)
+    stores = list({rows.folder: rows.summary for rows in parts}.values())
+    of_stores = {name: sum(store[name] for store in stores) for name in ("truncated", "dropped", "rejected")}
+    return {
+        "rows": len(lengths),
+        "tokens": int(lengths.sum(dtype=np.int64)),
+        "trained_tokens": sum(int(rows.trained_tokens.sum(dtype=np.int64)) for rows in parts),
+        "longest": int(lengths.max()),
+        **of_stores,
+        "formats": sorted({name for store in stores for name in store["formats"]}),
+        "lengths": {"up_to": edges[1:].tolist(), "rows": counted.tolist()},
+    }
 
 
 def _count(rows: Rows, purpose: str) -> str:

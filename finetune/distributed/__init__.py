@@ -53,7 +53,7 @@ from finetune.distributed.sharded_state import (
     set_optimizer_steps,
     sync_compute_weights,
 )
-from finetune.distributed.sharding import sharding_of
+from finetune.distributed.sharding import held_bytes, sharding_of
 from finetune.distributed.strategy import (
     DTYPES,
     Strategy,
@@ -79,6 +79,7 @@ __all__ = [
     "finish",
     "full_parameters",
     "fuses",
+    "held_bytes",
     "launcher_of",
     "leave",
     "loading",

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
-from finetune.distributed.sharding import engine_of, sharding_of
+from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
 from finetune.hardware.cards import peak_flops
 
@@ -70,9 +70,7 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
     Every process must iterate over all of them (gathering is collective). Values are the fp32 masters if there are
     any.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves some parameters gathered, rounded to the precision of computation
+    reshard(model)
     if engine := engine_of(model):
         from deepspeed.utils import safe_get_full_fp32_param
     for name, parameter in accelerator.unwrap_model(model).named_parameters():

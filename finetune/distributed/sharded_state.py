@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from finetune.compat.deepspeed_private import drop_gathered_weights, in_memory, step_partition, write_compute_weights
 from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
-from finetune.distributed.sharding import engine_of
+from finetune.distributed.sharding import engine_of, reshard
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
 from finetune.optim.optimizer import state_of
@@ -55,9 +54,7 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
     Args:
         model, optimizer: as ``prepare`` returned them.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves some parameters gathered
+    reshard(model)
     inner = _inner(model, optimizer)
     for shard in flat_shards(strategy, model, values=True):
         first, end = shard.offset, shard.offset + shard.count

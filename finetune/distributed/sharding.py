@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from finetune.distributed.strategy import Strategy
+from finetune.optim.rounding import local_shard
 from finetune.units import size_text
 
 
@@ -67,9 +68,37 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
         what, total = "masters", sum(p.numel() * held[0].element_size() for p in trained)
     else:
         what, total = "weights", sum(p.numel() * p.element_size() for p in parameters)
-        held = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        held = [local_shard(p) for p in parameters]
         held += _beside(parameters) if strategy.shards > 1 else []
     return Sharding(what, strategy.shards, total, _bytes(held), _constants(model))
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 free what an evaluation left gathered, rounded to the precision of computation."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes that this process holds of a prepared model between two steps, wherever they lie but on disk.
+
+    Returns:
+        ``weights`` that are computed with, and their quantisation constants; ``masters`` beside them, which only
+        DeepSpeed keeps; ``optimizer``, its state. On a GPU also ``peak``, the most that PyTorch allocated in the run.
+    """
+    reshard(model)
+    stepped: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    if (engine := engine_of(model)) and engine.zero_optimization_stage() == 3:
+        stepped = engine.optimizer.fp32_partitioned_groups_flat
+    weights = [local_shard(getattr(p, "ds_tensor", p)) for p in model.parameters()]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = {
+        "weights": _bytes(weights) + _constants(model),
+        "masters": _bytes([*weights, *map(local_shard, stepped)]) - _bytes(weights),
+        "optimizer": _bytes([local_shard(value) for value in states if isinstance(value, torch.Tensor)]),
+    }
+    return held | ({"peak": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {})
 
 
 def engine_of(model: torch.nn.Module) -> Any:

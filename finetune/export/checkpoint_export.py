@@ -18,6 +18,7 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter
 from finetune.models import loading as models
 from finetune.output import run_files
+from finetune.output.run_reading import read_metrics
 
 WEIGHTS = "weights/"
 
@@ -134,5 +135,5 @@ def _card(checkpoint: Checkpoint, run: dict[str, Any]) -> str:
     metrics, folder = progress["metrics"][-1], checkpoint.path.absolute().parent.parent
     of_this_run = run_files.identity_of_run(folder).get("id", "") == run.get("id")
     if of_this_run:  # which evaluates a step after its checkpoint was written
-        metrics = metrics | run_files.read_metrics(folder)[0].get(checkpoint.step, {})
+        metrics = metrics | read_metrics(folder)[0].get(checkpoint.step, {})
     return run_files.model_card(run["config"]["model"]["path"], evaluated, metrics)

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 PROFILE = "profile.json.gz"
-RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl", PROFILE)
+REPORT = "report.html"
+PICTURE = "report.png"
+TENSORBOARD = "tensorboard"
+RECORDS = ("run.yaml", "metrics.jsonl", "rejected.jsonl", PROFILE, REPORT, PICTURE)
 RESULTS = ("final", "final.tmp", "final.old")
-OWN = {*RECORDS, *(f"{name}.tmp" for name in RECORDS), *RESULTS, "checkpoints", "nvme_offload"}
+OWN = {*RECORDS, *(f"{name}.tmp" for name in RECORDS), *RESULTS, "checkpoints", "nvme_offload", TENSORBOARD, "wandb"}
 LEFT_BEHIND = ".left-behind-"
 NOTES = {".log", ".out", ".err", ".txt", ".md", ".sh", ".yaml", ".yml"}
 """Files that people and schedulers keep with a run: logs (often created before it begins), notes, scripts, settings."""

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from finetune.cache import flush
 from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
 from finetune.models import adapter
+from finetune.output.run_reading import read_metrics, read_run
 
 PACKAGES = (
     "torch",
@@ -36,27 +38,6 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
-
-
-def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """The lines of metrics.jsonl by their steps, and how many could not be read.
-
-    A machine that lost its power may leave any bytes. The last line of a killed run may be cut; it does not count.
-    """
-    path = folder / "metrics.jsonl"
-    written = path.read_bytes() if path.exists() else b""
-    lines: dict[int, dict[str, Any]] = {}
-    unread = 0
-    for line in written[: written.rfind(b"\n") + 1].splitlines():
-        try:
-            metrics = json.loads(line)
-        except (ValueError, RecursionError):
-            metrics = None
-        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
-            lines[metrics["step"]] = metrics
-        else:
-            unread += 1
-    return lines, unread
 
 
 def complete_metrics(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> int:
@@ -91,16 +72,6 @@ def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> li
     if (folder / "run.yaml").exists() and not read_run(folder):
         told.append(f"{folder / 'run.yaml'} could not be read and is rewritten")
     return told
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """The run.yaml of a folder; empty where there is none, or none that can be read."""
-    path = folder / "run.yaml"
-    try:
-        run = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
-    return run if isinstance(run, dict) else {}
 
 
 def identity_of_run(folder: Path) -> dict[str, Any]:
@@ -218,9 +189,21 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         f"# {'Trained from random weights of the shape of' if is_random else 'Fine-tuned from'} {Path(base).name}\n\n"
         f"- optimizer steps: {metrics['step']}\n{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
-        f"precision {run['strategy']['precision']}\n\n"
+        f"precision {run['strategy']['precision']}\n\n{_answers(run.get('answers', []))}"
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(run['config'], sort_keys=False)}```\n"
     )
+
+
+def _answers(answered: Sequence[Mapping[str, str]]) -> str:
+    """A section of the model card; whatever the texts say, they stay texts."""
+    told = [f"{column}:\n\n{_fenced(each[column])}\n" for each in answered for column in each]
+    return "## Answers before and after training\n\n" + "\n".join(told) + "\n" if told else ""
+
+
+def _fenced(text: str) -> str:
+    """A block of code around a text, whose fence is longer than any that the text has."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def describe_exact_match(found: Mapping[str, Any]) -> str:

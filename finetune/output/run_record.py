@@ -24,12 +24,20 @@ class RunRecord:
     environment: dict[str, Any]
     """``python``, ``packages``, ``hardware``, ``git_commit``: keys of their own in the file."""
     id: str
+    data_figures: dict[str, Any] | None = None
+    """Figures of what is read: ``train`` and ``eval``, see ``data.dataset.figures``; of a stream there are none."""
+    resumed: list[dict[str, Any]] | None = None
+    """Where the run was resumed, and how: ``after_step``, ``strategy``, ``processes``, and ``from`` of another run."""
     eval_loss: dict[str, float] | None = None
     """``before`` and ``after`` training."""
     measured: dict[str, float | None] | None = None
     """``peak_memory_gib`` and ``tokens_per_second``."""
     exact_match: dict[str, Any] | None = None
     """``rows``, and the share of right answers ``before`` and ``after``."""
+    answers: list[dict[str, str]] | None = None
+    """Those that are shown: ``prompt``, ``before`` (where it was asked) and ``after`` training."""
+    held_bytes: list[dict[str, int]] | None = None
+    """Of each process at the end, by kind: see ``distributed.held_bytes``."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is written."""

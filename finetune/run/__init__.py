@@ -4,6 +4,7 @@
 ``inputs`` (rows and batches), ``sizes`` (what the planner chooses), ``session`` (a run from its lock to its result), of
 which ``opening`` (record, first lines), ``resumption`` (what it resumes from), ``model_setup`` (model, adapter,
 optimizer), ``between_steps`` (garbage, profile), ``examination`` (held-out figures, answers), ``logbook`` (what it
-writes as it goes) and ``result`` (what came of it); ``screen`` (what a person sees). For pairs of answers ``pairs``
-(refusals), ``references`` and ``reference_point``; for texts ``corpus``.
+writes as it goes), ``trackers`` (what is sent to others) and ``result`` (what came of it); ``screen`` (what a person
+sees) and its ``sparkline``. For pairs of answers ``pairs`` (refusals), ``references`` and ``reference_point``; for
+texts ``corpus``.
 """

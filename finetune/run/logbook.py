@@ -1,4 +1,4 @@
-"""The lines that a run writes as it goes: metrics.jsonl, rejected.jsonl, and the screen."""
+"""The lines that a run writes as it goes: metrics.jsonl, rejected.jsonl, trackers, and the screen."""
 
 import json
 from collections.abc import Iterable
@@ -15,13 +15,16 @@ from finetune.data.streaming import Stream
 from finetune.output import run_files
 from finetune.output.run_record import RunRecord
 from finetune.run.screen import Screen
+from finetune.run.trackers import Trackers
 
 
 class Logbook:
     """Written by the main process; the others call the same methods, which do nothing there."""
 
-    def __init__(self, folder: Path, screen: Screen, batches: Batches | Stream, *, writes: bool) -> None:
-        self.folder, self.screen, self.batches, self.writes = folder, screen, batches, writes
+    def __init__(
+        self, folder: Path, screen: Screen, batches: Batches | Stream, trackers: Trackers, *, writes: bool
+    ) -> None:
+        self.folder, self.screen, self.batches, self.trackers, self.writes = folder, screen, batches, trackers, writes
         self.metrics_file = run_files.Journal(folder / "metrics.jsonl")
         self.rejected_file = run_files.Journal(folder / "rejected.jsonl")
 
@@ -45,11 +48,14 @@ class Logbook:
             self.screen.step(metrics)
         if self.writes:
             self._say(self.metrics_file.append(map(json.dumps, finished)) + self.rejected_file.append(rejected))
+        for metrics in finished:
+            self.trackers.log(metrics)
 
     def complete(self, step: int, metrics: dict[str, Any]) -> None:
         """Add figures to the line of a step that was written before."""
         if self.writes:
             run_files.complete_metrics(self.folder, step, [metrics])
+            self.trackers.log({key: metrics[key] for key in metrics if key == "step" or key.startswith("eval_")})
 
     def close(self) -> None:
         """Write what still waits for a disk that was full."""

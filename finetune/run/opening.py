@@ -14,6 +14,7 @@ from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.batches import Batches
 from finetune.data.rows import Rows, identity_of
+from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.models import fused, loading
 from finetune.models.spec import ModelSpec
@@ -67,7 +68,8 @@ def new_record(
     spec: ModelSpec,
     read: dict[str, str | None],
     chat_template: Any,
-    steps: int,
+    batches: Batches | Stream,
+    held_out: Rows | None,
     plan: RunPlan | None,
 ) -> RunRecord:
     """The record of a run that begins, with an id of its own; collective.
@@ -75,17 +77,22 @@ def new_record(
     Args:
         read: fingerprints of what is read.
     """
+    known = {"eval": dataset.figures([held_out])} if held_out else {}
+    if isinstance(batches, Batches):
+        mixes = batches.mixes if isinstance(batches, Staged) else [batches]
+        known = {"train": dataset.figures([mix.rows for mix in mixes])} | known
     return RunRecord(
         config=cfg.model_dump(),
         strategy={"name": launch.name, "processes": launch.world_size, "precision": launch.mixed_precision},
         data=read,
         chat_template=chat_template,
-        steps=steps,
+        steps=batches.steps,
         plan=plan.record() if plan else None,
         kernels=spec.fused | {"computed_by": kernels_of(launch)},
         launcher=distributed.launcher_of(launch),
         environment=run_files.environment(),
         id=gather_object([uuid4().hex])[0],
+        data_figures=known or None,
     )
 
 

@@ -31,6 +31,7 @@ from finetune.models import adapter as adapters
 from finetune.models import loading, packing_support, quantization, weights
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
+from finetune.run import trackers
 from finetune.trace import asking
 
 Configuration = TypeVar("Configuration", bound=sections.Run)
@@ -54,6 +55,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         distributed.problems(launch, bits=bits, **method)
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
         + configuration_problems(cfg)
+        + trackers.problems(cfg.log.trackers)
         + folder_problems(cfg)
     )
     resumes_from, _ = checkpoint.look_for(cfg.checkpoint.resume, Path(cfg.train.output_dir))

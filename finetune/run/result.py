@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from finetune import distributed
+from finetune.config import sections
 from finetune.models.spec import ModelSpec
 from finetune.output import run_files
 from finetune.output.run_record import Progress, RunRecord
@@ -19,12 +20,13 @@ from finetune.training import evaluation
 def completed(
     record: RunRecord,
     progress: Progress,
+    section: sections.Eval,
     asked: list[evaluation.Question],
     answers: dict[str, str],
     *,
     eval_loss: float | None,
     measured: dict[str, float | None],
-    compares: bool,
+    held_bytes: list[dict[str, int]],
 ) -> RunRecord:
     """The record with what was measured.
 
@@ -32,12 +34,17 @@ def completed(
         progress: as it was before training, where it tells of that.
         answers: after training.
         eval_loss: after training; None where nothing is held out.
-        compares: the answers, with those that were expected.
+        held_bytes: of each process.
     """
-    record = replace(record, measured=measured)
+    before, shown = progress.answers, evaluation.shown(asked, answers, section.prompts)
+    told = [
+        {"prompt": name, **({"before": before[name]} if name in before else {}), "after": after}
+        for name, after in shown.items()
+    ]
+    record = replace(record, measured=measured, answers=told or None, held_bytes=held_bytes)
     if eval_loss is not None and progress.eval_loss is not None:
         record = replace(record, eval_loss={"before": progress.eval_loss, "after": eval_loss})
-    if compares:
+    if section.exact_match:
         found = {
             "rows": sum(question.expected is not None for question in asked),
             "before": evaluation.exact_match(asked, progress.answers),
@@ -86,22 +93,8 @@ def write(
         )
 
 
-def tell(
-    screen: Screen,
-    folder: Path,
-    record: RunRecord,
-    plan: RunPlan | None,
-    before: dict[str, str],
-    shown: dict[str, str],
-    *,
-    adapter_alone: bool,
-) -> None:
-    """Print what came of the run.
-
-    Args:
-        before: answers before training, by question.
-        shown: those after training that are shown.
-    """
+def tell(screen: Screen, folder: Path, record: RunRecord, plan: RunPlan | None, *, adapter_alone: bool) -> None:
+    """Print what came of the run."""
     if record.eval_loss:
         first, last = record.eval_loss["before"], record.eval_loss["after"]
         screen.say(f"held-out loss: {first:.4f} before, {last:.4f} after training")
@@ -109,8 +102,8 @@ def tell(
         screen.say(run_files.describe_exact_match(record.exact_match))
     for line in plan.compare(**record.measured) if plan and record.measured else []:
         screen.say(line)
-    if shown:
-        screen.answers(before, shown)
+    if record.answers:
+        screen.answers(record.answers)
     if adapter_alone:
         merge = f"finetune merge {folder} --output DIR"
         screen.say(f"The adapter is in {folder / 'final'}; to make a standalone model: {merge}")

@@ -1,7 +1,7 @@
 """What a run resumes from: found, held against the configuration, and restored."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import refuse_if_any
 from finetune.output import run_files
-from finetune.output.run_record import Progress
+from finetune.output.run_reading import read_metrics
+from finetune.output.run_record import Progress, RunRecord
 from finetune.start_up import is_first_process
 
 
@@ -73,10 +74,18 @@ class Resumption:
             say(line)
         return Progress.read(self.checkpoint.contents["progress"])
 
+    def marked(self, record: RunRecord) -> RunRecord:
+        """The record of the run that goes on: where it did, and with its id if it is the same run."""
+        before, launch = self.checkpoint.contents["run"], record.strategy
+        here = {"after_step": self.checkpoint.step, "strategy": launch["name"], "processes": launch["processes"]}
+        if self.is_same_run:
+            return replace(record, id=before["id"], resumed=[*before.get("resumed", []), here])
+        return replace(record, resumed=[here | {"from": str(self.checkpoint.path)}])
+
     def known_metrics(self, progress: Progress) -> dict[str, Any]:
         """The metrics of the step after which the run resumes, as its checkpoint and metrics.jsonl tell. Collective."""
         folder = Path(self.cfg.train.output_dir)
-        written = run_files.read_metrics(folder)[0].get(progress.step, {}) if self.is_same_run else {}
+        written = read_metrics(folder)[0].get(progress.step, {}) if self.is_same_run else {}
         return progress.metrics[-1] | gather_object([written])[0]
 
 

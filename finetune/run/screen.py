@@ -2,16 +2,21 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
+from finetune.run.sparkline import Sparkline
 from finetune.units import spoken
+
+MOST_OF_COURSE = 32
+"""Characters."""
 
 
 class Preparing:
@@ -46,6 +51,27 @@ class Preparing:
             self.doing, self.told = doing, time.monotonic()
 
 
+def _figures(metrics: Mapping[str, Any]) -> list[str]:
+    """Of a step, as texts: the loss first."""
+    return [
+        "loss not finite" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}",
+        *([f"accuracy {metrics['accuracy']:.0%}"] if "accuracy" in metrics else []),
+        f"lr {metrics['learning_rate']:.2e}",
+        "grad norm overflow" if metrics["grad_norm"] is None else f"grad norm {metrics['grad_norm']:.3f}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+    ]
+
+
+class _Bar(Progress):
+    """How far the run is and how long it takes, with its figures in a line below."""
+
+    figures = Text()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield self.figures
+
+
 class Screen:
     """Prints on the main process and is silent on the others; a context manager around the steps of a run."""
 
@@ -57,18 +83,18 @@ class Screen:
             quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
         )
         self.total_steps, self.every = total_steps, every
-        self.bar = Progress(
+        self.losses = Sparkline()
+        self.bar = _Bar(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[left]}"),
             console=self.console,
             disable=not (shown and self.console.is_terminal),
         )
 
     def __enter__(self) -> "Screen":
-        self.task = self.bar.add_task("", total=self.total_steps, figures="")
+        self.task = self.bar.add_task("", total=self.total_steps, left="")
         self.bar.start()
         self.console.show_cursor(True)  # as above
         self.seconds, self.steps = 0.0, 0
@@ -85,14 +111,13 @@ class Screen:
         """Show one optimizer step, given as its line of metrics.jsonl."""
         step = metrics["step"]
         self.seconds, self.steps = self.seconds + metrics["step_seconds"], self.steps + 1
-        loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        accuracy = f"  accuracy {metrics['accuracy']:.0%}" if "accuracy" in metrics else ""
-        figures = f"loss {loss}{accuracy}  {metrics['tokens_per_second']:,.0f} tokens/s"
-        self.bar.update(self.task, completed=step, figures=figures)
+        left = f"{spoken(self.seconds / self.steps * (self.total_steps - step))} left"
+        loss, *others = _figures(metrics)
+        self.losses.add(metrics["loss"])
+        self.bar.update(self.task, completed=step, left=left)
+        self.bar.figures = self._live_line(loss, "  ".join(others))
         if self.bar.disable and (step % self.every == 0 or step == self.total_steps):
-            left = self.seconds / self.steps * (self.total_steps - step)
-            norm = "overflow" if metrics["grad_norm"] is None else f"{metrics['grad_norm']:.3f}"
-            self.say(f"step {step}/{self.total_steps}  {figures}  grad norm {norm}  {spoken(left)} left")
+            self.say("  ".join([f"step {step}/{self.total_steps}", loss, *others, left]))
         if "not_finite" in metrics:
             rows = metrics["rows"]
             named = ", ".join(rows[:3]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
@@ -103,11 +128,18 @@ class Screen:
             held_out = f", accuracy {metrics['eval_accuracy']:.0%}" if "eval_accuracy" in metrics else ""
             self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}{held_out}")
 
-    def answers(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-        """Show what the model answered before and after training, by question."""
+    def _live_line(self, loss: str, others: str) -> Text:
+        """The figures in one line, with as much of the losses' course as there is room for."""
+        room = min(MOST_OF_COURSE, self.console.width - len(f"{loss}   {others}"))
+        can_show = room > 0 and not self.console.options.ascii_only
+        course = self.losses.text(room) if can_show else ""
+        return Text.assemble(f"{loss} ", (course, "cyan"), f"  {others}", no_wrap=True, overflow="ellipsis")
+
+    def answers(self, answered: Sequence[Mapping[str, str]]) -> None:
+        """Show what the model answered before and after training, as run.yaml tells it."""
         table = Table(show_lines=True, width=min(80, self.console.width), title="Held-out answers")
         for column in ("prompt", "before", "after"):
             table.add_column(column, ratio=1, overflow="fold")
-        for question, answer in after.items():
-            table.add_row(*(escape(text) for text in (question, before.get(question, "(not asked)"), answer)))
+        for each in answered:
+            table.add_row(*(escape(each.get(column, "(not asked)")) for column in ("prompt", "before", "after")))
         self.console.print(table)

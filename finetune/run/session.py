@@ -42,6 +42,7 @@ from finetune.models.spec import ModelSpec
 from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
+from finetune.report import pages
 from finetune.run import model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
@@ -50,6 +51,7 @@ from finetune.run.preflight import folder_problems, weight_files
 from finetune.run.resumption import Resumption
 from finetune.run.screen import Screen
 from finetune.run.sizes import advice_on_memory, plan_of
+from finetune.run.trackers import Trackers
 from finetune.seeds import seed_of
 from finetune.start_up import is_first_process
 from finetune.training import evaluation
@@ -121,12 +123,12 @@ class Session:
             self.plan = planned.plan
             template = self.tokenizer.chat_template
             known = self.cfg, self.launch, self.spec
-            self.record = opening.new_record(*known, fingerprints, template, steps, self.plan)
+            self.record = opening.new_record(*known, fingerprints, template, self.batches, self.held_out, self.plan)
             for line in opening.introduction(*known, self.batches, self.held_out, planned.lines):
                 self.screen.say(line)
             self.resumption = Resumption.find(self.cfg, self.launch, fingerprints, steps, self.screen.say)
-            if self.resumption and self.resumption.is_same_run:
-                self.record = replace(self.record, id=self.resumption.checkpoint.contents["run"]["id"])
+            if self.resumption:
+                self.record = self.resumption.marked(self.record)
             self._open = stack.pop_all()
         return self
 
@@ -203,12 +205,15 @@ class Session:
             expected_bytes=self.checkpoint_bytes,
         )
         own = self.resumption.checkpoint if self.resumption and self.resumption.is_same_run else None
-        self.logbook = Logbook(self.folder, self.screen, self.batches, writes=self.accelerator.is_main_process)
+        is_main = self.accelerator.is_main_process
+        trackers = self._training.enter_context(Trackers(self.cfg.log, self.folder, self.screen.say, writes=is_main))
+        self.logbook = Logbook(self.folder, self.screen, self.batches, trackers, writes=is_main)
         if self.resumption:
             self.progress = self.resumption.restore(
                 self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
             )
         own_files = None if isinstance(self.cfg.data.eval, float) else self.held_out
+        trackers.start(self.record, after=self.progress.step if own else None)
         self.logbook.open(self.record, own, own_files, overwrite=self.cfg.train.overwrite)
         if self.resumption:
             self._make_up_for_evaluation(self.resumption)
@@ -370,30 +375,20 @@ class Session:
         measured = self.meter.measured()
         if not self.finished and self.progress.measured:  # resumed after its last step
             measured = self.progress.measured
-        answers = self.examination.answers()
         self.record = result.completed(
-            self.record,
-            self.progress,
-            self.asked,
-            answers,
+            *(self.record, self.progress, self.cfg.eval, self.asked, self.examination.answers()),
             eval_loss=metrics.get("eval_loss"),
             measured=measured,
-            compares=self.cfg.eval.exact_match,
+            held_bytes=gather_object([distributed.held_bytes(self.model, self.optimizer)]),
         )
         adapter_alone = self.cfg.adapter.type != "none"
         result.write(
-            self.folder,
-            self.accelerator,
-            self.model,
-            self.tokenizer,
-            self.spec,
-            self.record,
-            metrics,
+            *(self.folder, self.accelerator, self.model, self.tokenizer, self.spec, self.record, metrics),
             adapter_alone=adapter_alone,
             shapes=self.trained_shapes,
         )
         self._training.close()
-        shown = evaluation.shown(self.asked, answers, self.cfg.eval.prompts)
-        before = self.progress.answers
-        result.tell(self.screen, self.folder, self.record, self.plan, before, shown, adapter_alone=adapter_alone)
+        result.tell(self.screen, self.folder, self.record, self.plan, adapter_alone=adapter_alone)
+        if self.cfg.log.report and self.accelerator.is_main_process:
+            self.screen.say(pages.of_finished_run(self.folder))
         distributed.finish(self.accelerator, self.launch, self.offload_folder)
