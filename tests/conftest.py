@@ -40,6 +40,7 @@ STARTING_PROCESSES = {
     "test_start_up",
     "test_template_process",
     "test_tracer",
+    "test_train",
     "test_wheel",
 }
 """Files whose tests start processes, or trace a step each; marked ``slow``, as is what uses the fixture ``ranks``."""
@@ -59,6 +60,7 @@ LONGEST = [
     "test_compatibility",
     "test_state",
     "test_launch",
+    "test_train",
     "test_plan_configs",
     "test_dry_run",
     "test_shallow",

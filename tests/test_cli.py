@@ -1,12 +1,42 @@
 """What every verb of the `finetune` command does alike."""
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 
 from finetune.cli import commands
+
+VERBS = ("init", "doctor", "train", "merge", "generate", "chat", "data", "plan", "checkpoint")
+SLOW = {"torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "numpy", "rich", "pydantic"}
+
+
+def test_help_of_every_verb_imports_nothing_slow():
+    code = f"""
+import sys
+from finetune.cli import commands
+for verb in {VERBS}:
+    try:
+        commands.main([verb, "--help"])
+    except SystemExit as ended:
+        assert ended.code == 0, verb
+print("imported:", {SLOW} & set(sys.modules))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.count("usage: finetune ") == len(VERBS)
+    assert printed.stdout.endswith("imported: set()\n")
+
+
+def test_every_verb_is_known_to_these_tests(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        commands.main(["no-verb"])
+    listed = capsys.readouterr().err.partition("choose from ")[2]
+    assert re.findall(r"[\w-]+", listed.partition(")")[0]) == [*VERBS]
 
 
 @pytest.mark.parametrize("words", ["--help", "plan --help", "init {}/new", "plan --model {} --gpus 1xH100 --json"])

@@ -31,7 +31,7 @@ from benchmarks import (
     trl_reference,
 )
 from benchmarks.tables import PARTS, recorded, with_part
-from finetune.cli import commands, talk_options
+from finetune.cli import commands, setup_options, talk_options, train_options
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
@@ -45,7 +45,9 @@ ROOT = Path(__file__).parent.parent
 INDEX = "docs/README.md"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
-LONGEST_README = 170
+PROJECT_README = "finetune/cli/project_readme.md"
+"""Unpacked by `finetune init`, whose folder its links are for; only its commands are checked."""
+LONGEST_README = 190
 SAMPLE = "recipes/configs/sample.yaml"
 STRATEGY_FILES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 
@@ -91,7 +93,7 @@ def anchor(title: str) -> str:
 
 
 def test_there_are_documents_to_check():
-    assert len(PAGES) == 13
+    assert len(PAGES) == 14
     assert sum(len(spans(document)) for document in DOCUMENTS) > 300
 
 
@@ -182,7 +184,7 @@ def shell_lines(language: str, body: str) -> list[str]:
 
 COMMANDS = [
     (document, command)
-    for document in DOCUMENTS
+    for document in [*DOCUMENTS, PROJECT_README]
     for language, body in fences(document)
     if language in ("bash", "console")
     for command in shell_lines(language, body)
@@ -213,13 +215,22 @@ def check_accelerate(arguments: list[str]) -> None:
 def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command's own parser, with what it would do taken away; by the recipe's sections what it passes on."""
     taken: list[Any] = []
-    verbs = ["_init", "_merge", "_data", "_plan", "_list_checkpoints", "_verify_checkpoints", "_export_checkpoint"]
-    for module, name in [*((commands, verb) for verb in verbs), (talk_options, "_generate"), (talk_options, "_chat")]:
+    verbs = {
+        commands: ["_merge", "_data", "_plan", "_list_checkpoints", "_verify_checkpoints", "_export_checkpoint"],
+        setup_options: ["_init", "_doctor"],
+        talk_options: ["_generate", "_chat"],
+        train_options: ["_train"],
+    }
+    for module, name in [(module, name) for module, names in verbs.items() for name in names]:
         monkeypatch.setattr(module, name, lambda options: taken.append(options) or 0)
     assert commands.main(arguments) == 0
     [options] = taken
     if options.verb in ("data", "plan") and options.others:
         parse(class_of(options.others), options.others)
+    if options.verb == "train" and options.config != "FILE":
+        assert options.strategy is None or options.strategy in STRATEGY_FILES
+        written = ["--config", options.config, *options.others]
+        parse(class_of(written), written)
 
 
 def check_module(arguments: list[str]) -> None:
@@ -267,6 +278,9 @@ def test_command_is_one_that_its_parser_accepts(document: str, command: str, mon
         "finetune data --config recipes/configs/sample.yaml --data.trian mine.jsonl",
         "finetune plan --model m --gpu 1x24GB",
         "finetune checkpoint list runs/sample",
+        f"finetune train {SAMPLE} --train.epoch 1",
+        "finetune train recipes/configs/none.yaml",
+        f"finetune train {SAMPLE} --strategy zero9",
         f"accelerate launch --config_file accelerate_configs/zero9.yaml recipes/sft.py --config {SAMPLE}",
         f"accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --config {SAMPLE}",
         f"accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py --config {SAMPLE} --log.evry 1",
@@ -283,8 +297,8 @@ def test_wrong_command_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_in_the_text_are_ones_that_their_parsers_accept(document: str, monkeypatch: pytest.MonkeyPatch):
     for span in spans(document):
-        if span.startswith(("finetune ", "python -m ", "make ")) and not span.startswith(
-            ("finetune data", "make test")
+        if span.startswith(("finetune ", "python -m ", "make ")) and not (
+            span.startswith(("finetune data", "make test")) or span == "finetune train"
         ):
             check(span, monkeypatch)
 

@@ -1,5 +1,6 @@
-"""The wheel carries recipes, strategy files and sample data for someone without a clone."""
+"""The wheel carries the package, and what someone without a clone needs: recipes, strategy files, data, notebooks."""
 
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,13 @@ ROOT = Path(__file__).parent.parent
 UNPACKED = [
     *(path.relative_to(ROOT) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))),
     *(path.relative_to(ROOT) for path in sorted((ROOT / "recipes").rglob("*.*")) if "__pycache__" not in path.parts),
+    *(path.relative_to(ROOT) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
+    Path("constraints.txt"),
 ]
+
+
+OUTSIDE = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+"""The environment, without a path to a clone."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finetune(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [str(python), "-m", "finetune.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=python.parent, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=python.parent, env=OUTSIDE, timeout=60)
 
 
 def test_init_unpacks_everything_and_the_recipe_runs(installed: Path, tmp_path: Path):
@@ -41,13 +48,40 @@ def test_init_unpacks_everything_and_the_recipe_runs(installed: Path, tmp_path: 
     assert result.returncode == 0, result.stderr
     for path in UNPACKED:
         assert (tmp_path / "mine" / path).read_bytes() == (ROOT / path).read_bytes()
+    assert "finetune train recipes/configs/demo.yaml" in (tmp_path / "mine" / "README.md").read_text()
     recipe = [str(installed), "recipes/sft.py", "--config", "recipes/configs/sample.yaml", "--print_config"]
-    printed = subprocess.run(recipe, capture_output=True, text=True, cwd=tmp_path / "mine", timeout=120)
+    printed = subprocess.run(recipe, capture_output=True, text=True, cwd=tmp_path / "mine", env=OUTSIDE, timeout=120)
     assert printed.returncode == 0, printed.stderr
     assert "recipes/data/demo_train.jsonl" in printed.stdout
 
 
-def test_init_never_touches_what_is_there(installed: Path, tmp_path: Path):
+def test_train_finds_its_files_in_the_folder_or_in_the_wheel(installed: Path, tmp_path: Path):
+    share = next(installed.parent.parent.rglob("site-packages")) / "finetune" / "share"
+    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "configs" / "sample.yaml").read_text())
+    command = [str(installed), "-m", "finetune.cli", "train", "mine.yaml", "--processes", "1", "--print-command"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=OUTSIDE, timeout=60)
+    assert printed.returncode == 0, printed.stderr
+    assert str(share / "recipes" / "sft.py") in printed.stdout
+    assert str(share / "accelerate_configs" / "single.yaml") in printed.stdout
+
+
+def test_every_module_and_its_data_files_are_in_the_wheel(installed: Path):
+    packages = next(installed.parent.parent.rglob("site-packages"))
+    endings = {".py", ".yaml", ".json", ".jinja", ".md"}
+    files = [path.relative_to(ROOT) for path in (ROOT / "finetune").rglob("*") if path.suffix in endings]
+    assert len(files) > 100
+    assert [str(path) for path in files if not (packages / path).is_file()] == []
+
+
+def test_init_leaves_files_of_a_project_alone(installed: Path, tmp_path: Path):
+    (tmp_path / "README.md").write_text("mine")
+    result = finetune(installed, "init", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "README.md was there before, and stays as it was." in result.stdout
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_init_never_touches_folders_that_are_there(installed: Path, tmp_path: Path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.py").write_text("precious")
     result = finetune(installed, "init", tmp_path)
@@ -62,5 +96,5 @@ def test_help_answers_without_importing_the_heavy_libraries(installed: Path):
     assert time.perf_counter() - start < 3
     assert "init" in result.stdout
     check = "import sys, finetune.cli.commands; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))"
-    printed = subprocess.run([str(installed), "-c", check], capture_output=True, text=True, timeout=60)
+    printed = subprocess.run([str(installed), "-c", check], capture_output=True, text=True, env=OUTSIDE, timeout=60)
     assert printed.stdout.strip() == "set()"

@@ -5,7 +5,7 @@ import difflib
 import json
 import os
 import re
-import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,10 @@ from typing import NoReturn
 
 from finetune import __version__
 from finetune.cli.report_verb import add_report
+from finetune.cli.setup_options import add_doctor, add_init
 from finetune.cli.talk_options import add_chat, add_generate
+from finetune.cli.train_options import add_train
 from finetune.errors import InputError, RunStopped
-from finetune.shipped import shipped_files
-
-FOLDERS = ("recipes", "accelerate_configs")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +31,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 2 for wrong input, or 1 for work that had to stop.
 
-    It is also 1 if the reader of the output exits early, as `head` does. Rich's console does the same.
+    It is also 1 if the reader of the output exits early, as `head` does. Rich's console does the same. Ctrl-C makes it
+    130, as in a shell.
     """
     try:
         try:
@@ -44,13 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(nowhere, sys.stdout.fileno())  # for what is still in the buffer
         os.close(nowhere)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     parser = _Parser(prog="finetune", description="Fine-tune language models with Accelerate.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_init(verbs)
+    add_init(verbs)
+    add_doctor(verbs)
+    add_train(verbs)
     _add_merge(verbs)
     add_generate(verbs)
     add_chat(verbs)
@@ -59,7 +63,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_plan(verbs)
     _add_checkpoint(verbs)
     options, others = parser.parse_known_args(arguments)
-    if others and options.verb not in ("data", "plan"):
+    if others and options.verb not in ("data", "plan", "train"):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
     try:
@@ -68,12 +72,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return exit_code
-
-
-def _add_init(verbs: "argparse._SubParsersAction[_Parser]") -> None:
-    init = verbs.add_parser("init", help="copy recipes, strategy files and sample configurations to a folder")
-    init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
-    init.set_defaults(run=_init)
 
 
 def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
@@ -145,7 +143,8 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument(
         "--gpus",
         metavar="GPUS",
-        help="for example 1x4090, H100x8, 8x80GB, or 2x8xH100 for two machines; default: the GPUs of this machine",
+        help="for example 1x4090, H100x8, 8x80GB, 2x8xH100 for two machines, or 2 for two GPUs of this machine; "
+        "default: all GPUs of this machine",
     )
     plan.add_argument("--row-tokens", metavar="N", type=int, help="tokens per row, like data.max_length")
     plan.add_argument("--global-batch-size", metavar="N", type=int, help="rows per step, like train.global_batch_size")
@@ -196,18 +195,6 @@ def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     for action, run in ((ls, _list_checkpoints), (verify, _verify_checkpoints), (export, _export_checkpoint)):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
         action.set_defaults(run=run)
-
-
-def _init(options: argparse.Namespace) -> int:
-    unpack(options.folder)
-    print(
-        f"Copied {' and '.join(FOLDERS)} to {options.folder}. Next steps:\n"
-        f"  cd {options.folder}\n"
-        "  python recipes/sft.py --help\n"
-        "  accelerate launch --config_file accelerate_configs/single.yaml recipes/sft.py \\\n"
-        "    --config recipes/configs/sample.yaml --model.path YOUR_MODEL"
-    )
-    return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -291,22 +278,6 @@ def _export_checkpoint(options: argparse.Namespace) -> int:
     result = export(options.path, options.output)
     print(json.dumps(result, indent=2) if options.json else describe(result))
     return 0
-
-
-def unpack(folder: Path) -> None:
-    """Copy the recipes and strategy files; existing files are never touched.
-
-    Raises:
-        InputError: if something would be overwritten.
-    """
-    source = shipped_files()
-    taken = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
-    if taken or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"{', '.join(taken) or folder} already exists; choose another folder. Nothing was written.")
-    for name in FOLDERS:
-        shutil.copytree(
-            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc")
-        )
 
 
 if __name__ == "__main__":

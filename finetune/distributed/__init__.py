@@ -6,8 +6,9 @@ of what is active; whole parameters), ``sharding`` (how much each process holds)
 parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
 store them), ``remembered_weights`` (the trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to
 resume with), ``interruption`` (signals, lost processes), ``long_timeout`` (collectives that wait), ``deepspeed_ops``
-(DeepSpeed's C++ operations, built once), ``launch_environment`` (the environment of a strategy file, for notebooks and
-tests). Compatibility is in ``finetune.config.compatibility``.
+(DeepSpeed's C++ operations, built once), ``built_operations`` (whether they are built), ``launch_environment`` (the
+environment of a strategy file, for notebooks and tests), ``launcher`` (the processes of ``finetune train``).
+Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
 variables, which are read and checked here. All strategies follow one numerical policy, and each is proven active after

@@ -12,7 +12,7 @@ from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, confi
 from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
 from finetune.config.token_budget import budget_problems, in_rows
 from finetune.errors import InputError, refuse_if_any
-from finetune.hardware.cards import Machines, caveat, parse_gpus, precision_problem
+from finetune.hardware.cards import MOST_GPUS_OF_A_MACHINE, Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
 from finetune.planner.machine import free_disk, gpus_here, host_memory_here
 from finetune.planner.model import Model
@@ -91,10 +91,24 @@ def _read(arguments: Sequence[str], options: Options) -> _Read:
     if isinstance(cfg, CorpusRun):
         refuse_if_any(budget_problems(cfg))
         cfg = in_rows(cfg)
-    machines = parse_gpus(options.gpus) if options.gpus is not None else gpus_here()
+    machines = _machines(options.gpus)
     precision, notes = _precision(options, machines)
     notes += tuple(filter(None, [caveat(machines.gpu)]))
     return _Read(cfg, machines, precision, notes, cfg.data.max_length)
+
+
+def _are_here(gpus: str | None) -> bool:
+    """Whether GPUs of this machine are meant: all, or a number of them. 4090 is a card."""
+    return gpus is None or (gpus.strip().isdecimal() and int(gpus) <= MOST_GPUS_OF_A_MACHINE)
+
+
+def _machines(gpus: str | None) -> Machines:
+    if gpus is not None and not _are_here(gpus):
+        return parse_gpus(gpus)
+    machine = gpus_here()
+    if gpus is not None and not 1 <= int(gpus) <= machine.gpus_per_node:
+        raise InputError(f"--gpus {gpus}: this machine has {machine.gpus_per_node}; give at most that, or name a card.")
+    return machine if gpus is None else replace(machine, gpus_per_node=int(gpus))
 
 
 def asked(
@@ -133,7 +147,7 @@ def asked(
             f"Rows are taken to have {positions:,} tokens, the model's positions: a run would refuse longer ones."
         )
     notes += _on_weights(cfg.model)
-    here = options.gpus is None
+    here = _are_here(options.gpus)
     host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
     disk = options.disk * GIB if options.disk else free_disk(Path(cfg.train.output_dir)) if here else None
     question = Question(

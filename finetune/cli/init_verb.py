@@ -1,0 +1,50 @@
+"""``finetune init``: a folder to work in, for someone who has installed the package and has no clone."""
+
+import shutil
+from pathlib import Path
+
+from finetune.errors import InputError
+from finetune.shipped import shipped_files
+
+FOLDERS = ("recipes", "accelerate_configs", "notebooks")
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc", ".ipynb_checkpoints")
+
+
+def init(folder: Path) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        InputError: if something would be overwritten.
+    """
+    kept = unpack(folder)
+    print(f"Copied {', '.join(FOLDERS)}, README.md and constraints.txt to {folder}.")
+    for name in kept:
+        print(f"{name} was there before, and stays as it was.")
+    print(
+        "Next steps:\n"
+        f"  cd {folder}\n"
+        "  finetune doctor\n"
+        "  finetune train recipes/configs/demo.yaml \\\n"
+        '    --model.path "$(python -m finetune.cli.demo_model)"\n'
+        "  finetune chat runs/demo"
+    )
+    return 0
+
+
+def unpack(folder: Path) -> list[str]:
+    """Copy what belongs to a project; returns the names of files that were there, and were left alone.
+
+    Raises:
+        InputError: if a folder of ours is there; nothing is written then.
+    """
+    taken = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
+    if taken or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"{', '.join(taken) or folder} already exists; choose another folder. Nothing was written.")
+    for name in FOLDERS:
+        shutil.copytree(shipped_files() / name, folder / name, ignore=NOT_COPIED)
+    files = {"README.md": Path(__file__).with_name("project_readme.md")}
+    files["constraints.txt"] = shipped_files() / "constraints.txt"
+    kept = [name for name in files if (folder / name).exists()]
+    for name in files.keys() - {*kept}:
+        shutil.copyfile(files[name], folder / name)
+    return kept

@@ -1,0 +1,148 @@
+"""``finetune train``: a recipe on this machine's GPUs, started as the accelerate command that it prints would."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from finetune.config.command_line import parse
+from finetune.config.recipe_classes import class_of, script_of
+from finetune.config.sections import Run
+from finetune.errors import InputError
+from finetune.hardware import cores
+from finetune.planner.launch_command import in_lines
+from finetune.planner.strategy_file import strategy_named
+from finetune.shipped import shipped_files
+
+
+class Chosen(NamedTuple):
+    """A strategy that was not asked for by name."""
+
+    strategy: str
+    why: str
+    mixed_precision: str | None = None
+    """None for that of its file."""
+
+
+def train(options: argparse.Namespace) -> int:
+    """Run the verb; returns the recipe's exit code.
+
+    Raises:
+        InputError: for wrong input that can be known before processes start.
+        SystemExit: after ``--print_config``.
+    """
+    arguments = ["--config", options.config, *options.others]
+    script = _script(options, arguments)
+    named = None if options.strategy is None else _path_of(options.strategy)
+
+    from finetune.distributed.launcher import StrategyFile, gpu_count, launch, strategy_of_rehearsal  # seconds
+
+    gpus = gpu_count()
+    processes = _processes(options, gpus)
+    if named is None and gpus:
+        chosen = _recommended(options, arguments, processes)
+    else:
+        chosen = Chosen(strategy_of_rehearsal(processes), "because there is no GPU to plan for")
+    file = StrategyFile.read(named or _path_of(chosen.strategy))
+    precision = options.mixed_precision or (named is None and chosen.mixed_precision) or file.precision_here()
+    if named is None:
+        print(f"Strategy {chosen.strategy}, {chosen.why}.")
+    threads = max(1, cores.usable() // processes)
+    words = [["accelerate", "launch"], ["--config_file", str(file.path)]]
+    if "OMP_NUM_THREADS" not in os.environ:
+        words[0].insert(0, f"OMP_NUM_THREADS={threads}")
+    if file.communicates or processes > 1:
+        words += [["--num_processes", str(processes)], ["--main_process_port", "0"]]
+    if precision != file.mixed_precision:
+        words.append(["--mixed_precision", precision])
+    print(in_lines([*words, [str(script)], *_in_groups(arguments)]), flush=True)
+    return 0 if options.print_command else launch(file, processes, precision, threads, script, arguments)
+
+
+def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
+    """The recipe: the user's own, else ours in the current folder, else the one that came with the package."""
+    if "--config" in options.others or options.config.startswith("--"):
+        raise InputError("Give the configuration first, without --config: finetune train FILE [--section.key VALUE].")
+    if options.recipe is None:
+        if not Path(options.config).is_file():
+            raise InputError(
+                f"{options.config}: there is no such file; give the configuration first, for example "
+                "recipes/configs/sample.yaml, which finetune init DIR unpacks."
+            )
+        return _ours(script_of(parse(class_of(arguments), arguments)))
+    recipe: Path = options.recipe
+    if not recipe.is_file():
+        raise InputError(f"--recipe: there is no file {recipe}; give a Python file, as recipes/sft.py is one.")
+    return recipe
+
+
+def _ours(name: str) -> Path:
+    """A file of ours, of which a copy in the current folder counts more."""
+    return Path(name) if Path(name).is_file() else shipped_files() / name
+
+
+def _path_of(strategy: str) -> Path:
+    """The strategy file that a path or a name stands for.
+
+    Raises:
+        InputError: if there is none.
+    """
+    for path in (Path(strategy), Path(f"accelerate_configs/{strategy}.yaml")):
+        if path.is_file():
+            return path
+    return _ours(f"accelerate_configs/{strategy_named(strategy)}.yaml")
+
+
+def _processes(options: argparse.Namespace, gpus: int) -> int:
+    asked = options.gpus if options.gpus is not None else options.processes
+    flag = "--gpus" if options.gpus is not None else "--processes"
+    if asked is None:
+        return gpus or 1
+    if asked < 1:
+        raise InputError(f"{flag} {asked}: must be at least 1; change it, or leave it out.")
+    if options.gpus is not None and not gpus:
+        raise InputError(
+            f"--gpus {asked}: no GPU was found; see finetune doctor, or use --processes {asked} to rehearse on the CPU."
+        )
+    if gpus and asked > gpus:
+        raise InputError(f"{flag} {asked}: this machine has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}.")
+    return asked
+
+
+def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: int) -> Chosen:
+    """The planner's choice for GPUs of this machine; weights and optimizer stay those of the configuration.
+
+    In a process of its own, whose CUDA context does not stay on the GPU.
+    """
+    given = [] if options.mixed_precision is None else ["--mixed-precision", options.mixed_precision]
+    command = [sys.executable, "-m", "finetune.cli", "plan", "--gpus", str(gpus), "--json", *given, *arguments]
+    if options.recipe is None:
+        run: Run = parse(class_of(arguments), arguments)
+        command += ["--train.weights", run.train.weights, "--train.optimizer", run.train.optimizer]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, 1) or not done.stdout.strip():
+        raise InputError("No strategy could be recommended, for the reason above; change it, or give --strategy NAME.")
+    answer = json.loads(done.stdout)
+    if answer["recommended"] is None:
+        raise InputError(
+            f"By the plan nothing fits on {gpus} of these GPUs; run finetune plan --config {options.config} to see "
+            "what would, or give --strategy NAME --train.plan_check off to try it."
+        )
+    bf16 = answer["machines"]["gpu"]["bf16"]
+    why = f"by the plan: {answer['reason'].partition('. ')[0]}"
+    return Chosen(answer["rows"][answer["recommended"]]["strategy"], why, None if bf16 else "fp16")
+
+
+def _in_groups(arguments: Sequence[str]) -> list[list[str]]:
+    """Flags with their values, which stay on one line."""
+    groups: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
