@@ -3,8 +3,8 @@
 Small modules: ``errors``, ``seeds``, ``units``, ``start_up`` (signals before training), ``cache``, ``hub_access``,
 ``shipped`` (files of an installed package). ``compat``: private names of other libraries.
 ``config``: keys, YAML and flags, compatibility. ``hardware``: GPUs, interconnects, cores.
-``data``: files to rows, rows to batches. ``models``: weights, adapters, attention. ``optim``: optimizers, schedule.
-``distributed``: DDP, FSDP2 and ZeRO. ``training``: the step, the loss, evaluation.
+``data``: files to rows, rows to batches. ``scoring``: how answers are judged. ``models``: weights, adapters, attention.
+``optim``: optimizers, schedule. ``distributed``: DDP, FSDP2 and ZeRO. ``training``: the step, the loss, evaluation.
 ``output``: what a run writes. ``report``: runs on a page. ``checkpoint``: what a run resumes from.
 ``trace``: the step on fake tensors. ``planner``: what fits, and how fast. ``run``: what every recipe shares.
 ``export``: merged models. ``generation``: answers. ``cli``: the ``finetune`` command.

@@ -57,7 +57,7 @@ def test_answers_in_batches_are_those_of_each_question_alone(model: Any, rows: R
 def test_batches_hold_every_question_once_and_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)
     asked = [Question(str(n), [1] * n, "x", 10) for n in (40, 8, 30, 200)]
-    batches = list(evaluation._batches(asked, 5))
+    batches = list(evaluation._batches(asked, 5, 1))
     assert [[question.name for question in batch] for batch in batches] == [["200"], ["40", "30"], ["8"]]
 
 

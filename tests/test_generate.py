@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from finetune.cli.commands import main
 from finetune.data.formats import Example, convert_prompt
+from finetune.data.prompt_texts import Prompt
 from finetune.errors import BadRow, InputError
 from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
-from finetune.generation.prompts import Prompt, prompt_of, read_prompts
+from finetune.generation.prompts import prompt_of, read_prompts
 from finetune.generation.speaker import Answer, Speaker, load_speakers
 from recipes import sft
 

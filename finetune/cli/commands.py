@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from finetune import __version__
+from finetune.cli.evaluate_options import add_evaluate
 from finetune.cli.report_verb import add_report
 from finetune.cli.setup_options import add_doctor, add_init
 from finetune.cli.talk_options import add_chat, add_generate
@@ -58,6 +59,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_merge(verbs)
     add_generate(verbs)
     add_chat(verbs)
+    add_evaluate(verbs)
     add_report(verbs)
     _add_data(verbs)
     _add_plan(verbs)

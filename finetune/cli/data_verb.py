@@ -31,6 +31,7 @@ from finetune.run.pairs import kind_problems, pair_problems
 from finetune.run.preflight import configuration_problems, model_problems, row_problems
 from finetune.run.screen import Preparing
 from finetune.training import evaluation
+from finetune.training.task_scores import read_tasks
 
 ROWS, ROWS_OF_PAGE, LEFT_OUT = 3, 20, 10
 """Default numbers of rows shown in a terminal and on a page, and of unused rows shown in a terminal."""
@@ -108,7 +109,7 @@ def _report(
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     paired = isinstance(cfg, PairedRun)
-    settings = settings_of(cfg.data, tokenizer, spec, paired=paired)
+    settings = settings_of(cfg.data, tokenizer, spec.end_tokens, paired=paired)
     with Preparing(shown=shows_progress) as tell:
         # bad data are exactly what a user wants to inspect
         rows, held_out_rows = dataset.load(train_sources, held_out, tokenizer, settings, skip_bad_rows=True, tell=tell)
@@ -166,6 +167,7 @@ def problems_of_a_run(
     found += row_problems(rows, held_out, cfg.data, spec)
     try:
         evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
+        read_tasks(cfg.eval, cfg.data, tokenizer, models.most_positions(spec.text_config))
     except InputError as error:
         found += error.problems
     return found

@@ -15,9 +15,10 @@ from rich.progress import track
 from rich.table import Table
 
 from finetune.cli.terminal import harmless, say
+from finetune.data.prompt_texts import Prompt
 from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
-from finetune.generation.prompts import Prompt, prompt_of, read_prompts
+from finetune.generation.prompts import prompt_of, read_prompts
 from finetune.generation.speaker import Answer, Speaker, columns_of, load_speakers
 
 
@@ -57,7 +58,7 @@ def generate(options: argparse.Namespace) -> int:
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
     speakers = speakers_of(options)
     asked = [speaker.prompt_tokens(prompts) for speaker in speakers]  # all of them, before the first is answered
-    with _opened(output) as file:
+    with opened(output) as file:
         begins = range(0, len(prompts), options.batch_size)
         shown = Console(stderr=True)
         for begin in track(begins, "Answering", console=shown, transient=True, disable=not shown.is_terminal):
@@ -122,7 +123,12 @@ def _named(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(output: Path | None) -> Iterator[TextIO]:
+def opened(output: Path | None) -> Iterator[TextIO]:
+    """The file to create, or standard output for none.
+
+    Raises:
+        InputError: if it cannot be created.
+    """
     if output is None:
         yield sys.stdout
         return

@@ -1,8 +1,15 @@
 """What a configuration cannot ask for, as sentences that the run, ``finetune data`` and ``finetune plan`` share."""
 
+import re
 from collections.abc import Collection, Sequence
 
 from finetune.config import sections
+
+TAKEN = {
+    *("loss", "accuracy", "kl", "bits_per_byte"),
+    *("reward_chosen", "reward_rejected", "reward_margin", "reference_point"),
+}
+"""Figures of the held-out rows, which metrics.jsonl has as eval_NAME."""
 
 
 def batch_problems(global_batch_size: int, micro_batch_size: int, world_size: int) -> list[str]:
@@ -81,6 +88,22 @@ def question_problems(section: sections.Eval, held_out: object) -> list[str]:
         for key, is_asked in asks.items()
         if is_asked and not held_out
     ]
+
+
+def task_problems(tasks: Sequence[sections.Task]) -> list[str]:
+    """Names of eval.tasks that cannot be those of figures in metrics.jsonl."""
+    names = [task.name for task in tasks]
+    found = [
+        f"eval.tasks: the name {name!r} has other characters than letters, digits, - and _; change it."
+        for name in names
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII)
+    ]
+    found += [
+        f"eval.tasks: eval_{name} is a figure of the held-out loss; choose another name for the task."
+        for name in sorted({*names} & TAKEN)
+    ]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return found + [f"eval.tasks: {name} is the name of two tasks; give each its own." for name in twice]
 
 
 def position_problems(longest: int, positions: int | None) -> list[str]:

@@ -208,6 +208,21 @@ class Checkpoint(Section):
     optimizer, or one whose state cannot be carried over."""
 
 
+class Task(Section):
+    name: str
+    """Name of the score in metrics.jsonl, as eval_NAME: letters, digits, - and _."""
+    data: str
+    """File, glob, folder or hub id, in any format of data.train, or with the keys prompt and answer; for scores of
+    choices also with the key choices."""
+    score: str = "exact_match"
+    """What is right: exact_match, contains, regex:PATTERN, regex_last:PATTERN, json, json_fields, choice or
+    choice_norm."""
+    limit: PositiveInt | None = None
+    """Ask the first rows only, this many."""
+    max_new_tokens: PositiveInt | None = None
+    """Maximum tokens of an answer, which may be as long as the row's own; default: eval.max_new_tokens."""
+
+
 class Eval(Section):
     every: NonNegativeInt = 0
     """Optimizer steps between evaluations; 0 evaluates only before the first and after the last step."""
@@ -219,6 +234,9 @@ class Eval(Section):
     answer word for word: for tasks with one right answer."""
     max_new_tokens: PositiveInt = 64
     """Maximum tokens of an answer; answers that exact_match compares may be as long as the row's own."""
+    tasks: list[Task] = []
+    """Questions that are answered and scored whenever the held-out loss is computed: a list of objects with the keys
+    name, data, score (exact_match, contains, regex:PATTERN, json_fields, choice ...), limit and max_new_tokens."""
 
 
 class Log(Section):

@@ -6,5 +6,5 @@ that formats know), ``formats`` and ``messages`` (a record to a conversation), `
 to tokens and spans), ``encoding_workers`` (on all cores), ``rows`` (into the cache, and read back), ``dataset`` (the
 rows of a run), ``streaming`` (rows without a cache), ``packing`` and ``concatenation`` (documents that share rows),
 ``sampler`` (which rows in which step), ``batches`` (the rows of a step, and their tensors), ``stages`` (batches that
-grow, and sources that change), ``text_stream`` (a corpus without a cache).
+grow, and sources that change), ``text_stream`` (a corpus without a cache); ``prompt_texts`` (what models are asked).
 """

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.formats import Example
+from finetune.data.prompt_texts import Prompt
 from finetune.generation.manner import Manner
-from finetune.generation.prompts import Prompt
 from finetune.generation.speaker import Answer, Speaker
 
 

@@ -1,28 +1,12 @@
 """What a file of prompts asks: rows in any format that training reads, up to their last answer."""
 
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
-
 from finetune.data import sources
 from finetune.data.columns import Columns, renamed
 from finetune.data.formats import Example, convert_prompt
+from finetune.data.prompt_texts import Prompt
 from finetune.data.sources import Record, Source
 from finetune.errors import BadRow, InputError, refuse_if_any
-
-MOST_SHOWN = 5
-"""Rows that cannot be asked, of which the reason is said."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a model is to answer, or to continue."""
-
-    source: str
-    """Where it comes from, for the sentence that refuses it."""
-    asked: Example
-    record: dict[str, Any]
-    """The row that it was read from, as it stands."""
+from finetune.scoring.task_rows import shortened
 
 
 def prompt_of(text: str, *, system: str | None, plain: bool) -> Prompt:
@@ -60,9 +44,7 @@ def read_prompts(path: str, columns: Columns = ()) -> list[Prompt]:
             found.append(Prompt(each.source, convert_prompt(renamed(each.value, columns)), each.value))
         except BadRow as reason:
             wrong.append(f"{each.source}: {reason}; correct the row, or leave it out.")
-    if len(wrong) > MOST_SHOWN:
-        wrong = [*islice(wrong, MOST_SHOWN), f"{len(wrong) - MOST_SHOWN:,} more rows cannot be asked."]
-    refuse_if_any(wrong)
+    refuse_if_any(shortened(wrong, "asked"))
     if not found:
         raise InputError(f"--prompts {path}: there are no rows in it; give a file with a prompt in each.")
     return found

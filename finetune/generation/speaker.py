@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from finetune.data.columns import Columns
 from finetune.data.named_templates import problems
-from finetune.data.template_process import Conversation, TemplateProcess
+from finetune.data.prompt_texts import Prompt, room_problems, texts_of, tokens_of
+from finetune.data.template_process import TemplateProcess
 from finetune.distributed.strategy import native_precision
-from finetune.errors import BadRow, InputError, refuse_if_any
+from finetune.errors import InputError, refuse_if_any
 from finetune.export import adapted_model, adapter_source
 from finetune.export.results import Result, result_at
 from finetune.generation.manner import Manner
-from finetune.generation.prompts import Prompt
 from finetune.models import loading as models
 from finetune.models import quantization, weights
 from finetune.models.end_tokens import end_tokens_of
@@ -65,30 +65,14 @@ class Speaker:
             InputError: if a model without a chat template is given a conversation, the template refuses one, or one
                 leaves no position for an answer.
         """
-        talks = [each for each in prompts if each.asked.messages is not None]
-        if talks and self.tokenizer.chat_template is None:
+        if not all(each.is_text for each in prompts) and self.tokenizer.chat_template is None:
             raise InputError(
                 f"{self.name} has no chat template, so it continues texts and holds no conversation; add --plain, or "
                 "give a template with --chat-template."
             )
-        rendered = iter(self._template.render([_conversation(each) for each in talks]) if talks else [])
-        found, wrong = [], []
-        for each in prompts:
-            is_text, text = each.asked.messages is None, each.asked.prompt
-            if not is_text:
-                turns = next(rendered)
-                if isinstance(turns, BadRow):
-                    wrong.append(f"{each.source}: {turns}; correct it, or leave it out.")
-                    continue
-                text = turns[0].text
-            ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
-            if self.positions is not None and len(ids) >= self.positions:
-                wrong.append(
-                    f"{each.source}: {len(ids):,} tokens leave no room for an answer, because {self.name} has "
-                    f"{self.positions:,} positions; make it shorter."
-                )
-            found.append(list(ids))
-        refuse_if_any(wrong)
+        texts = texts_of(prompts, self._template)
+        found = [tokens_of(self.tokenizer, each, text) for each, text in zip(prompts, texts)]
+        refuse_if_any(room_problems([each.source for each in prompts], found, self.positions, self.name))
         return found
 
     def answers(self, prompts: Sequence[Sequence[int]], manner: Manner) -> list[Answer]:
@@ -119,7 +103,7 @@ class Speaker:
         if self.positions is not None:
             room = min(room, self.positions - encoded["input_ids"].shape[1])
         torch.manual_seed(manner.seed)
-        with self._as_it_answers():
+        with self.as_it_answers():
             output: torch.Tensor = self.model.generate(
                 **encoded,
                 **manner.arguments(),
@@ -130,7 +114,8 @@ class Speaker:
             )
         return output
 
-    def _as_it_answers(self) -> Any:
+    def as_it_answers(self) -> Any:
+        """A context in which the model is the one that answers: without its adapter, where that is the other one."""
         if not self.without_adapter:
             return nullcontext()
         from finetune.compat.peft_private import adapter_off
@@ -161,10 +146,6 @@ class _Pieces(TextStreamer):
         """A piece that no later token changes."""
         self.pieces.append(text)
         self.say(text)
-
-
-def _conversation(prompt: Prompt) -> Conversation:
-    return Conversation(prompt.source, prompt.asked.messages or [], prompt.asked.tools, form="prompt")
 
 
 def load_speakers(

@@ -179,6 +179,7 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
     if "exact_match" in run:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
+    loss += "".join(f"- {line}\n" for line in describe_tasks(run.get("tasks", {})))
     is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
     own = [name for name in run["config"] if name not in Recipe.model_fields] or ["sft"]  # a recipe's own section
@@ -211,6 +212,16 @@ def describe_exact_match(found: Mapping[str, Any]) -> str:
     rows, before = found["rows"], found["before"]
     was = "not asked" if before is None else f"{round(rows * before):,}"
     return f"exact match on {rows:,} held-out rows: {was} before, {round(rows * found['after']):,} after training"
+
+
+def describe_tasks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The scores of eval.tasks in run.yaml as lines."""
+    return [
+        f"{name} ({task['score']}, {task['rows']:,} rows): "
+        + ("" if task["before"] is None else f"{task['before']:.1%} before, ")
+        + f"{task['after']:.1%} after training"
+        for name, task in found.items()
+    ]
 
 
 def save_final(

@@ -38,6 +38,8 @@ class RunRecord:
     """Those that are shown: ``prompt``, ``before`` (where it was asked) and ``after`` training."""
     held_bytes: list[dict[str, int]] | None = None
     """Of each process at the end, by kind: see ``distributed.held_bytes``."""
+    tasks: dict[str, dict[str, Any]] | None = None
+    """Of each task of eval.tasks by its name: ``score``, ``rows``, and its mean ``before`` and ``after`` training."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is written."""
@@ -64,6 +66,8 @@ class Progress:
     """To the questions of eval, before training."""
     eval_loss: float | None = None
     """Before training."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Of the tasks of eval.tasks by their names, before training."""
     measured: dict[str, float | None] | None = None
 
     @classmethod

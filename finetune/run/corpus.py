@@ -86,7 +86,7 @@ def text_problems(*read: Rows | None) -> list[str]:
 
 def stage_problems(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> list[str]:
     """Why a run would refuse the sources of ``data.stages``, as sentences."""
-    settings, skip = settings_of(cfg.data, tokenizer, spec), cfg.data.on_bad_row == "skip"
+    settings, skip = settings_of(cfg.data, tokenizer, spec.end_tokens), cfg.data.on_bad_row == "skip"
     found = []
     for number, stage in enumerate(cfg.data.stages, start=1):
         try:

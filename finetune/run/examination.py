@@ -1,16 +1,19 @@
-"""What a model has learnt by now: its mean loss and other figures on held-out rows, and its answers."""
+"""What a model has learnt by now: its mean loss and other figures on held-out rows, its scores, and its answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batches import Inputs
+from finetune.data.batches import Batches, Inputs
+from finetune.data.streaming import Stream
+from finetune.output.run_record import Progress
 from finetune.training import evaluation
 from finetune.training.evaluation import Question
 from finetune.training.loss import Objective
+from finetune.training.task_scores import Task
 
 
 @dataclass(frozen=True)
@@ -23,22 +26,43 @@ class Examination:
     objective: Objective
     held_out: Inputs | None
     collate: Callable[..., Any]
-    micro_batch_size: int
+    batches: Batches | Stream
+    """Of training: micro-batches of held-out rows are as large."""
     asked: Sequence[Question]
+    tasks: Sequence[Task]
     max_new_tokens: int
 
+    @property
+    def names(self) -> set[str]:
+        """Figures that an evaluation finds whatever the loss is."""
+        return {task.figure for task in self.tasks} | ({"eval_loss"} if self.held_out else set())
+
     def figures(self) -> dict[str, float]:
-        """``eval_loss``, and ``eval_...`` for each figure of the loss; nothing where no row is held out."""
-        if self.held_out is None:
-            return {}
-        return evaluation.evaluate(
-            self.accelerator,
-            self.model,
-            self.objective,
-            self.held_out,
-            micro_batch_size=self.micro_batch_size,
-            collate=self.collate,
-        )
+        """``eval_loss`` and ``eval_...`` for each figure of the loss, where rows are held out; ``eval_...`` for the
+        score of each task."""
+        found: dict[str, float] = {}
+        if self.held_out is not None:
+            found = evaluation.evaluate(
+                self.accelerator,
+                self.model,
+                self.objective,
+                self.held_out,
+                micro_batch_size=self.batches.micro_batch_size,
+                collate=self.collate,
+            )
+        for task in self.tasks:
+            found[task.figure] = task.score_now(self.accelerator, self.model, self.tokenizer, flat=self.batches.flat)
+        return found
+
+    def before_training(self, progress: Progress, say: Callable[[str], None]) -> Progress:
+        """Progress with what is known before the first step: held-out loss, scores and answers."""
+        found = self.figures()
+        if "eval_loss" in found:
+            say(f"held-out loss before training: {found['eval_loss']:.4f}")
+        for task in self.tasks:
+            say(f"{task.label} before training: {found[task.figure]:.1%}")
+        scores = {task.name: found[task.figure] for task in self.tasks}
+        return replace(progress, eval_loss=found.get("eval_loss"), scores=scores, answers=self.answers())
 
     def answers(self) -> dict[str, str]:
         """Greedy answers by the names of their questions."""

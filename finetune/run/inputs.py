@@ -1,5 +1,6 @@
 """The rows of a run and their batches, as a configuration asks for them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,12 @@ def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedToke
 
 
 def settings_of(
-    data: sections.Data, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, paired: bool = False
+    data: sections.Data, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], *, paired: bool = False
 ) -> Settings:
     """How records become rows.
 
     Args:
+        end_tokens: at which generation stops, beside the tokenizer's own.
         paired: each record has two, a chosen answer and a rejected one.
     """
     known = tokenizer.added_tokens_decoder
@@ -48,7 +50,7 @@ def settings_of(
         too_long=data.too_long,
         train_think=data.train_think,
         on_dropped=data.on_dropped,
-        turn_ends=tuple(known[token].content for token in spec.end_tokens if token in known),
+        turn_ends=tuple(known[token].content for token in end_tokens if token in known),
         paired=paired,
     )
 
@@ -66,7 +68,7 @@ def load_rows(
     """
     train = dataset.named_sources(data.train)
     held_out = data.eval if isinstance(data.eval, float) else dataset.named_sources(data.eval)
-    settings, skip = settings_of(data, tokenizer, spec, paired=paired), data.on_bad_row == "skip"
+    settings, skip = settings_of(data, tokenizer, spec.end_tokens, paired=paired), data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if data.streaming:
             assert not isinstance(held_out, float)  # refused before
@@ -108,7 +110,7 @@ def batches_of(
     return stream(
         dataset.named_sources(data.train),
         tokenizer,
-        settings_of(data, tokenizer, spec),
+        settings_of(data, tokenizer, spec.end_tokens),
         steps=train.steps,
         vocabulary=spec.text_config.vocab_size,
         skip_bad_rows=data.on_bad_row == "skip",

@@ -1,5 +1,6 @@
 """How a run begins: its processes, what it reads, the record of what was asked for, and its first lines."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,7 @@ from finetune.output import run_files
 from finetune.output.run_record import RunRecord
 from finetune.planner import RunPlan
 from finetune.run.sizes import Sizes
+from finetune.training.task_scores import Task
 
 
 def join(
@@ -45,6 +47,7 @@ def fingerprints(
     tokenizer: PreTrainedTokenizerBase,
     batches: Batches | Stream,
     held_out: Rows | None,
+    tasks: Sequence[Task],
     *,
     needs_base: bool,
 ) -> dict[str, str | None]:
@@ -59,7 +62,7 @@ def fingerprints(
         "eval": held_out.fingerprint if held_out else None,
         "tokenizer": key_of(identity_of(tokenizer)),
         "base": loading.identity(model.path, revision=model.revision, weights=needs_base and not model.random_weights),
-    }
+    } | ({"tasks": key_of([task.fingerprint for task in tasks])} if tasks else {})
 
 
 def new_record(

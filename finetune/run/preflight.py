@@ -20,18 +20,20 @@ from finetune.config.refusals import (
     position_problems,
     question_problems,
     schedule_problems,
+    task_problems,
     unused_adapter_keys,
 )
 from finetune.data import columns, dataset, sources, streaming
 from finetune.data.named_templates import NAMED
 from finetune.data.rows import Rows
 from finetune.data.sources import Source
-from finetune.errors import refuse_if_any
+from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import loading, packing_support, quantization, weights
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
 from finetune.run import trackers
+from finetune.scoring.scores import score_of
 from finetune.trace import asking
 
 Configuration = TypeVar("Configuration", bound=sections.Run)
@@ -99,6 +101,8 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
         + held_out_problems(held_out)
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
         + question_problems(cfg.eval, cfg.data.eval)
+        + task_problems(cfg.eval.tasks)
+        + scoring_problems(cfg.eval.tasks)
         + unused_adapter_keys(cfg.adapter)
         + schedule_problems(cfg.train)
     )
@@ -108,6 +112,7 @@ def folder_problems(cfg: sections.Run) -> list[str]:
     """Why the run may not write to its output folder."""
     folder = Path(cfg.train.output_dir)
     named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
+    named += [Source(task.data) for task in cfg.eval.tasks]
     return output_folder.problems(
         folder,
         overwrite=cfg.train.overwrite,
@@ -162,6 +167,17 @@ def row_problems(train: Rows | None, held_out: Rows | None, data: sections.Data,
     return vocabulary_problems([train, held_out], vocabulary) + position_problems(
         longest, loading.most_positions(spec.text_config)
     )
+
+
+def scoring_problems(tasks: Sequence[sections.Task]) -> list[str]:
+    """Scores of eval.tasks that there are not, and data that are not there."""
+    found = [f"eval.tasks: {task.name}: {each}" for task in tasks for each in sources.problems([Source(task.data)])]
+    for task in tasks:
+        try:
+            score_of(task.score)
+        except InputError as error:
+            found += [f"eval.tasks: {task.name}: {problem}" for problem in error.problems]
+    return found
 
 
 def held_out_problems(entries: Sequence[Source]) -> list[str]:

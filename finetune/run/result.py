@@ -1,5 +1,6 @@
 """The result of a run: its record completed, final/ written, and a summary printed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from finetune.output.run_record import Progress, RunRecord
 from finetune.planner import RunPlan
 from finetune.run.screen import Screen
 from finetune.training import evaluation
+from finetune.training.task_scores import Task
 
 
 def completed(
@@ -23,8 +25,9 @@ def completed(
     section: sections.Eval,
     asked: list[evaluation.Question],
     answers: dict[str, str],
+    tasks: Sequence[Task],
+    metrics: dict[str, Any],
     *,
-    eval_loss: float | None,
     measured: dict[str, float | None],
     held_bytes: list[dict[str, int]],
 ) -> RunRecord:
@@ -33,7 +36,7 @@ def completed(
     Args:
         progress: as it was before training, where it tells of that.
         answers: after training.
-        eval_loss: after training; None where nothing is held out.
+        metrics: of the last step, which was evaluated.
         held_bytes: of each process.
     """
     before, shown = progress.answers, evaluation.shown(asked, answers, section.prompts)
@@ -42,6 +45,7 @@ def completed(
         for name, after in shown.items()
     ]
     record = replace(record, measured=measured, answers=told or None, held_bytes=held_bytes)
+    eval_loss = metrics.get("eval_loss")
     if eval_loss is not None and progress.eval_loss is not None:
         record = replace(record, eval_loss={"before": progress.eval_loss, "after": eval_loss})
     if section.exact_match:
@@ -51,6 +55,17 @@ def completed(
             "after": evaluation.exact_match(asked, answers),
         }
         record = replace(record, exact_match=found)
+    if tasks:
+        scored = {
+            task.name: {
+                "score": task.score.name,
+                "rows": len(task.asked.rows),
+                "before": progress.scores.get(task.name),
+                "after": metrics[task.figure],
+            }
+            for task in tasks
+        }
+        record = replace(record, tasks=scored)
     return record
 
 
@@ -100,6 +115,8 @@ def tell(screen: Screen, folder: Path, record: RunRecord, plan: RunPlan | None, 
         screen.say(f"held-out loss: {first:.4f} before, {last:.4f} after training")
     if record.exact_match:
         screen.say(run_files.describe_exact_match(record.exact_match))
+    for line in run_files.describe_tasks(record.tasks or {}):
+        screen.say(line)
     for line in plan.compare(**record.measured) if plan and record.measured else []:
         screen.say(line)
     if record.answers:

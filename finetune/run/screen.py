@@ -75,14 +75,20 @@ class _Bar(Progress):
 class Screen:
     """Prints on the main process and is silent on the others; a context manager around the steps of a run."""
 
-    def __init__(self, *, shown: bool, total_steps: int, every: int) -> None:
-        """Args: whether this process prints, the steps of the run, and the steps between lines in a file."""
+    def __init__(self, *, shown: bool, total_steps: int, every: int, scores: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            shown: whether this process prints.
+            total_steps: of the run.
+            every: steps between lines in a file.
+            scores: what figures of an evaluation are called, by their keys.
+        """
         # A notebook gets plain lines too: processes forked from it can send nothing else, and though it asks for
         # colours (FORCE_COLOR) it is no terminal in which a bar could be redrawn.
         self.console = Console(
             quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
         )
-        self.total_steps, self.every = total_steps, every
+        self.total_steps, self.every, self.scores = total_steps, every, scores or {}
         self.losses = Sparkline()
         self.bar = _Bar(
             TextColumn("step"),
@@ -124,9 +130,17 @@ class Screen:
             self.say(
                 f"step {step}: the {metrics['not_finite']} is not finite, so the step was skipped; its rows: {named}"
             )
+        self.evaluation(metrics)
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
+        """Show the figures of an evaluation, if the step's line of metrics.jsonl has some."""
+        step = metrics["step"]
         if "eval_loss" in metrics:
             held_out = f", accuracy {metrics['eval_accuracy']:.0%}" if "eval_accuracy" in metrics else ""
             self.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}{held_out}")
+        for key, label in self.scores.items():
+            if key in metrics:
+                self.say(f"step {step}: {label} {metrics[key]:.1%}")
 
     def _live_line(self, loss: str, others: str) -> Text:
         """The figures in one line, with as much of the losses' course as there is room for."""

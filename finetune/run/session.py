@@ -58,6 +58,7 @@ from finetune.training import evaluation
 from finetune.training.loss import LossSum, Objective
 from finetune.training.memory_check import check_memory
 from finetune.training.meter import Meter
+from finetune.training.task_scores import read_tasks
 
 
 class Session:
@@ -92,6 +93,7 @@ class Session:
         self.folder = Path(cfg.train.output_dir)
         answered = held_out.choose(np.arange(0, len(held_out), 2)) if held_out and batches.paired else held_out
         self.asked = evaluation.questions(cfg.eval.prompts, answered, tokenizer, compared=cfg.eval.exact_match)
+        self.tasks = read_tasks(cfg.eval, cfg.data, tokenizer, loading.most_positions(spec.text_config))
         self.progress = Progress()
 
     def __enter__(self) -> "Session":
@@ -108,11 +110,12 @@ class Session:
                 refuse_if_any(folder_problems(self.cfg))  # what it held may have changed while it was waited for
             needs_base = self.cfg.adapter.type != "none" or self.objective.remembers_beginning
             read = self.cfg, self.tokenizer, self.batches, self.held_out
-            fingerprints = opening.fingerprints(*read, needs_base=needs_base)
+            fingerprints = opening.fingerprints(*read, self.tasks, needs_base=needs_base)
             self.offload_folder = self.folder / "nvme_offload"
             self.accelerator = opening.join(self.cfg, self.launch, self.spec, planned.sizes, self.offload_folder)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps
-            self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every)
+            scores = {task.figure: task.label for task in self.tasks}
+            self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every, scores=scores)
             if any(other != fingerprints for other in gather_object([fingerprints])):
                 raise InputError("The processes read different data; make the data files the same on every machine.")
             shares = {"rank": self.launch.rank, "world_size": self.launch.world_size}
@@ -187,9 +190,8 @@ class Session:
         """
         self.objective.figures()  # of the heaviest micro-batch
         self.examination = Examination(
-            *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate),
-            micro_batch_size=self.batches.micro_batch_size,
-            asked=self.asked,
+            *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate, self.batches),
+            *(self.asked, self.tasks),
             max_new_tokens=self.cfg.eval.max_new_tokens,
         )
         # what looks out for lost processes is closed first of all, and without an error waits for the others
@@ -218,10 +220,7 @@ class Session:
         if self.resumption:
             self._make_up_for_evaluation(self.resumption)
         else:
-            eval_loss = self.examination.figures().get("eval_loss")
-            if eval_loss is not None:
-                self.screen.say(f"held-out loss before training: {eval_loss:.4f}")
-            self.progress = replace(self.progress, eval_loss=eval_loss, answers=self.examination.answers())
+            self.progress = self.examination.before_training(self.progress, self.screen.say)
         self.interruption.take_signals()
         self.model.train()
         self.finished: list[dict[str, Any]] = []
@@ -252,10 +251,10 @@ class Session:
     def _make_up_for_evaluation(self, resumption: Resumption) -> None:
         """The run may have ended between the checkpoint of a step and the evaluation after it."""
         step, metrics = self.progress.step, resumption.known_metrics(self.progress)
-        is_lacking = "eval_loss" not in metrics and (resumption.is_same_run or step == self.batches.steps)
-        if self.held_out and is_lacking and self._evaluates_after(step):
+        is_lacking = not self.examination.names <= set(metrics)
+        if is_lacking and (resumption.is_same_run or step == self.batches.steps) and self._evaluates_after(step):
             metrics |= self.examination.figures()
-            self.screen.say(f"step {step}: held-out loss {metrics['eval_loss']:.4f}")
+            self.screen.evaluation(metrics)
             self.logbook.complete(step, metrics)
         self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
 
@@ -306,7 +305,7 @@ class Session:
             skipped=self.accelerator.optimizer_step_was_skipped,
         )
         signal, save_failed = self.interruption.agree(self.interruption.asked, self.saver.failed)
-        evaluates = bool(self.held_out) and not signal and self._evaluates_after(step)
+        evaluates = bool(self.examination.names) and not signal and self._evaluates_after(step)
         is_last = step == self.batches.steps
         saves = signal or (self.cfg.checkpoint.at_end and is_last) or is_due(step, self.cfg.checkpoint.every)
         if evaluates or saves or is_last:  # on a GPU a step is read with the next one, which there may not be
@@ -377,7 +376,8 @@ class Session:
             measured = self.progress.measured
         self.record = result.completed(
             *(self.record, self.progress, self.cfg.eval, self.asked, self.examination.answers()),
-            eval_loss=metrics.get("eval_loss"),
+            self.tasks,
+            metrics,
             measured=measured,
             held_bytes=gather_object([distributed.held_bytes(self.model, self.optimizer)]),
         )

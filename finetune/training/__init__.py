@@ -4,5 +4,5 @@
 ``memory_check`` (the heaviest micro-batch, before training), ``evaluation`` (held-out loss and answers), ``meter`` (the
 figures of each step); ``preferences`` (what is learnt from pairs of answers) and ``preference_loss`` (its formulas);
 ``pretraining`` (what is learnt from a corpus); ``accumulation`` (steps of other numbers of micro-batches);
-``documents`` (where they lie in a micro-batch).
+``documents`` (where they lie in a micro-batch, and what the model says of each); ``task_scores`` (scores of answers).
 """

@@ -4,15 +4,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batches import Inputs
+from finetune.data.batches import NOTHING, Inputs
+from finetune.data.encoding import Row
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
 from finetune.errors import InputError
 from finetune.models import loading as models
+from finetune.training import documents
 from finetune.training.loss import Objective
 
 TOKENS_AT_ONCE = 2048
@@ -76,28 +80,32 @@ def answers(
     asked: Sequence[Question],
     max_new_tokens: int,
 ) -> dict[str, str]:
-    """Greedy answers by the names of their questions.
+    """Greedy answers by the names of their questions; collective. Each process answers a share of them.
 
-    Every process answers all of them, since layers may be sharded over them.
+    Layers may be sharded over the processes, so all go through the model equally often: one whose answers have ended
+    goes on until those of the others have, and one without a question of its own answers another's.
     """
     model.eval()
-    bare = accelerator.unwrap_model(model)
+    bare, processes = accelerator.unwrap_model(model), accelerator.num_processes
     texts: dict[str, str] = {}
-    for batch in _batches(asked, max_new_tokens):
+    for batch in _batches(asked, max_new_tokens, processes):
+        own = batch[accelerator.process_index :: processes] or batch[:1]
         found = models.answers(
             bare,
             tokenizer,
-            [question.prompt for question in batch],
-            most_tokens=[question.most_tokens(max_new_tokens) for question in batch],
+            [question.prompt for question in own],
+            most_tokens=[question.most_tokens(max_new_tokens) for question in own],
             device=accelerator.device,
+            together=processes > 1,
         )
-        texts |= zip((question.name for question in batch), found)
+        texts |= zip((question.name for question in own), found)
     model.train()
-    return texts
+    every = dict(gather_object([*texts.items()]))
+    return {question.name: every[question.name] for question in asked}
 
 
-def _batches(asked: Sequence[Question], max_new_tokens: int) -> Iterator[list[Question]]:
-    """Questions of like length, up to ``TOKENS_AT_ONCE`` with padding and answers, or one alone.
+def _batches(asked: Sequence[Question], max_new_tokens: int, processes: int) -> Iterator[list[Question]]:
+    """Questions of like length, up to ``TOKENS_AT_ONCE`` with padding and answers for each process, or one for each.
 
     With room for 100 tokens and answers of 10, prompts of 40, 8 and 30 tokens are two batches: (40, 30) and (8).
     """
@@ -105,12 +113,36 @@ def _batches(asked: Sequence[Question], max_new_tokens: int) -> Iterator[list[Qu
     for question in sorted(asked, key=lambda question: len(question.prompt), reverse=True):
         longer = [*batch, question]
         each = len(longer[0].prompt) + max(other.most_tokens(max_new_tokens) for other in longer)
-        if batch and len(longer) * each > TOKENS_AT_ONCE:
+        if len(batch) >= processes and -(-len(longer) // processes) * each > TOKENS_AT_ONCE:
             yield batch
             longer = [question]
         batch = longer
     if batch:
         yield batch
+
+
+@torch.no_grad()
+def log_probabilities(
+    accelerator: Accelerator, model: torch.nn.Module, rows: Sequence[Row], *, flat: bool
+) -> list[float]:
+    """Of each row, the sum over its trained tokens, in nats; collective. Each process computes a share of them.
+
+    Args:
+        flat: whether the rows of a micro-batch lie end to end, without padding.
+    """
+    model.eval()
+    lengths = np.array([len(row.tokens) for row in rows])
+    processes, size = accelerator.num_processes, max(1, TOKENS_AT_ONCE // int(lengths.max()))
+    order = [*range(len(rows)), *[EMPTY] * (-len(rows) % (size * processes))]
+    order = dealt_batch(order, lengths, size, flat=flat)
+    shares = [micro_batches(order, rank=i, world_size=processes, micro_batch_size=size) for i in range(processes)]
+    values = list[torch.Tensor]()
+    for places in shares[accelerator.process_index]:
+        own = [NOTHING if place == EMPTY else rows[place] for place in places]
+        values.append(documents.log_probabilities(model, own, accelerator.device, flat=flat))
+    model.train()
+    found, places = accelerator.gather(torch.stack(values)[None]).cpu().numpy(), np.array(shares)
+    return list(found[places != EMPTY][np.argsort(places[places != EMPTY])].tolist())
 
 
 def questions(

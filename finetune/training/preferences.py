@@ -11,8 +11,8 @@ from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
 from finetune.data import batches
 from finetune.data.batches import NOTHING
 from finetune.data.encoding import Row
-from finetune.training.documents import document_numbers
-from finetune.training.loss import Figure, LossOfScores, Objective, added, token_losses, trained_positions
+from finetune.training.documents import document_numbers, of_documents
+from finetune.training.loss import Figure, Objective, added
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
 
 AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
@@ -135,14 +135,11 @@ def _of_answers(
     model: torch.nn.Module, batch: PairedBatch, function: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """A function of the log-probabilities of the answers, of shape (pairs, 2)."""
-    positions_N = trained_positions(batch.next_tokens)
-    targets_N = batch.next_tokens.flatten()[positions_N]
-    number_D = torch.arange(batch.tokens_P2.numel(), device=positions_N.device)
-    is_its_DN = number_D[:, None] == batch.document_BT.flatten()[positions_N]
-
-    def of_all(losses_N: torch.Tensor) -> torch.Tensor:
-        return function(-torch.where(is_its_DN, losses_N, 0.0).sum(1).view(-1, 2))
-
-    wanted = LossOfScores(token_losses, positions_N, targets_N, of_all=of_all)
-    found: torch.Tensor = model(**batch.inputs, use_cache=False, loss_of_scores=wanted)
-    return found
+    return of_documents(
+        model,
+        batch.next_tokens,
+        batch.inputs,
+        batch.document_BT,
+        batch.tokens_P2.numel(),
+        lambda answers_D: function(answers_D.view(-1, 2)),
+    )

@@ -1,0 +1,282 @@
+"""``finetune evaluate``: what a model scores on rows, or two models on the same rows."""
+
+import argparse
+import gc
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from finetune.cli.generate_verb import opened
+from finetune.config import sections
+from finetune.data import dataset
+from finetune.data.columns import renamed
+from finetune.data.encoding import Row
+from finetune.data.formats import detect
+from finetune.data.sources import Source
+from finetune.errors import InputError, first_line, refuse_if_any
+from finetune.export.results import result_at
+from finetune.generation.judging import Judgement, Measured, judge
+from finetune.generation.manner import Manner
+from finetune.generation.speaker import Speaker, load_speakers
+from finetune.run.inputs import settings_of
+from finetune.scoring.asked_rows import asked_rows
+from finetune.scoring.intervals import Interval
+from finetune.scoring.scores import Score, score_of
+from finetune.scoring.task_rows import TaskRow, read_task_rows, refuse_unfit
+
+LOSS = "loss"
+"""A score beside those of ``scoring.scores``: of the expected answers, by their tokens."""
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of each model."""
+
+    sources: list[Source]
+    settings: sections.Data
+    """How a run would read them, for the loss."""
+    rows: list[TaskRow]
+    scores: list[Score]
+    has_loss: bool
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        InputError: for wrong input, before weights load where that can be known.
+    """
+    refuse_if_any(_contradictions(options))
+    manner = Manner(max_new_tokens=options.max_new_tokens)
+    for path in filter(None, (options.model, options.other)):
+        _refuse_no_model(path)
+    asked = _asked(options)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and output.exists():
+        raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
+    names: list[str] = []
+    judged: list[Judgement] = []
+    for path in filter(None, (options.model, options.other)):
+        speakers = _speakers(path, options)
+        names += [speaker.name for speaker in speakers]
+        judged += [_judgement(speaker, asked, manner, options) for speaker in speakers]
+        del speakers
+        gc.collect()  # the GPU may have no room for both models
+    if output is not None:
+        with opened(output) as file:
+            for line in _lines(asked, names, judged):
+                print(json.dumps(line, ensure_ascii=False, default=str), file=file)  # Parquet has dates
+    if options.json:
+        print(json.dumps(_record(asked, names, judged), indent=2, ensure_ascii=False))
+    else:
+        _print(Console(highlight=False, width=min(WIDTH, Console().width)), asked, names, judged)
+        if output is not None:
+            print(f"{len(asked.rows):,} rows with their answers are in {output}")
+    return 0
+
+
+def _contradictions(options: argparse.Namespace) -> list[str]:
+    found = {
+        f"--limit {options.limit}: give a number from 1 on.": options.limit is not None and options.limit < 1,
+        f"--batch-size {options.batch_size}: give a number from 1 on.": options.batch_size < 1,
+        "--compare takes the model that it was trained from, and OTHER names a second one; leave one of them out.": (
+            options.compare and options.other is not None
+        ),
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def _refuse_no_model(path: str) -> None:
+    """What can be known of a second folder before the first model has answered for an hour."""
+    if Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1:
+        result_at(Path(path))
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    own = _data_of_run(options.model)
+    written = options.score or []
+    scores = [score_of(each) for each in written if each != LOSS]
+    if options.data is not None:
+        named, key = [Source(options.data)], "--data"
+    else:
+        named, key = _held_out(options.model, own), f"data.eval of {options.model}:"
+    settings = own or sections.Data(train=named[0].path)
+    columns = tuple(settings.columns.items())
+    rows = read_task_rows(named, key, columns=columns, limit=options.limit)
+    known = {field: column for field, column in columns if any(column in row.prompt.record for row in rows)}
+    settings = settings.model_copy(update={"columns": known})  # those of a run may be other files' columns
+    is_trained = all(detect(renamed(row.prompt.record, columns)) is not None for row in rows)
+    if LOSS in written and not is_trained:
+        raise InputError(
+            "--score loss: the loss is that of rows in a format that training reads, and some of these are in none; "
+            "give prompt and completion, for example, or leave it out."
+        )
+    has_choices, has_answers = any(row.choices for row in rows), any(row.expected is not None for row in rows)
+    if not written and (has_choices or has_answers):
+        scores = [score_of(name) for name in (("choice", "choice_norm") if has_choices else ("exact_match",))]
+    refuse_unfit(rows, scores)
+    has_loss = LOSS in written or (not written and is_trained and not has_choices)
+    if not scores and not has_loss:
+        raise InputError(f"{key} has questions without answers, of which there is nothing to score; add an answer.")
+    return Asked(named, settings, rows, scores, has_loss)
+
+
+def _data_of_run(path: str) -> sections.Data | None:
+    """The section data of a run's configuration; None for a model that no run left."""
+    run = result_at(Path(path)).run if Path(path).exists() else None
+    if run is None:
+        return None
+    try:
+        written = yaml.safe_load(run.read_text(encoding="utf-8"))["config"]["data"]
+        known = {key: value for key, value in written.items() if key in sections.Data.model_fields}
+        return sections.Data.model_validate(known)
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{run} is not the record of a run ({first_line(error)}); copy the model elsewhere without it."
+        ) from error
+
+
+def _held_out(path: str, data: sections.Data | None) -> list[Source]:
+    """
+    Raises:
+        InputError: if no run says which rows were held out.
+    """
+    if data is None:
+        raise InputError(f"No run.yaml says which rows were held out for {path}; name a file with --data.")
+    if data.eval is None or isinstance(data.eval, float):
+        why = "held none out" if data.eval is None else f"held out {data.eval:g} of its training rows, in no file"
+        raise InputError(f"The run {path} {why}; name a file with --data.")
+    return dataset.named_sources(data.eval)
+
+
+def _speakers(path: str, options: argparse.Namespace) -> list[Speaker]:
+    return load_speakers(
+        path,
+        base_model=options.base_model,
+        bits=options.bits,
+        chat_template=options.chat_template,
+        compared=options.compare,
+    )
+
+
+def _judgement(speaker: Speaker, asked: Asked, manner: Manner, options: argparse.Namespace) -> Judgement:
+    plain, name = options.plain, speaker.name
+    tokens = asked_rows(asked.rows, speaker.tokenizer, speaker.positions, plain=plain, name=name)
+    console = Console(stderr=True)
+
+    def shown(batches: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
+        return track(batches, escape(name)[-40:], console=console, transient=True, disable=not console.is_terminal)
+
+    held_out = _held_out_rows(speaker, asked, options.limit) if asked.has_loss else None
+    return judge(speaker, tokens, asked.scores, held_out, manner, batch_size=options.batch_size, shown=shown)
+
+
+def _held_out_rows(speaker: Speaker, asked: Asked, limit: int | None) -> list[Row]:
+    """The rows as a run would hold them out, for this model's tokenizer."""
+    data = asked.settings
+    if speaker.positions is not None and data.max_length > speaker.positions:
+        data = data.model_copy(update={"max_length": speaker.positions})
+    settings = settings_of(data, speaker.tokenizer, speaker.end_tokens)
+    rows = dataset.read_rows(asked.sources, speaker.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
+    return [row for row in islice(rows, limit) if row.trained_tokens]
+
+
+def _lines(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> Iterator[dict[str, Any]]:
+    """Each row as it stands, with what each model said and scored."""
+    for place, row in enumerate(asked.rows):
+        found = []
+        for name, judgement in zip(names, judged):
+            said: dict[str, Any] = {"model": name}
+            if judgement.answers is not None:
+                said["answer"] = judgement.answers[place].text
+            if judgement.choices is not None:
+                said["log_probabilities"] = judgement.choices[place]
+            said["scores"] = {each.name: each.totals[place] for each in judgement.measured if each.name != LOSS}
+            found.append(said)
+        yield row.prompt.record | {"evaluation": found}
+
+
+def _record(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> dict[str, Any]:
+    models = [
+        {"model": name, "scores": {each.name: _scored(each) for each in judgement.measured}}
+        for name, judgement in zip(names, judged)
+    ]
+    found: dict[str, Any] = {"data": [source.path for source in asked.sources], "rows": len(asked.rows)}
+    found["models"] = models
+    if len(judged) > 1:
+        pairs = list(zip(judged[0].measured, judged[1].measured))
+        differences = {one.name: one.difference(other) for one, other in pairs if one.is_comparable(other)}
+        found["differences"] = {
+            name: {"value": each.value, "interval": _finite(each.interval), "p": each.p}
+            for name, each in differences.items()
+        }
+    return found
+
+
+def _scored(measured: Measured) -> dict[str, Any]:
+    found = {"value": measured.value, "interval": _finite(measured.interval), "rows": len(measured.totals)}
+    return found | ({"perplexity": math.exp(measured.value)} if measured.name == LOSS else {})
+
+
+def _finite(interval: Interval) -> list[float] | None:
+    """None of a single row, which says nothing of others."""
+    return list(interval) if all(map(math.isfinite, interval)) else None
+
+
+def _print(console: Console, asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> None:
+    """The scores of one model with their intervals, or those of two with the difference."""
+    if len(judged) == 1:
+        table = _table("score", "value", "95 % interval", "rows")
+        for measured in judged[0].measured:
+            table.add_row(escape(measured.name), *_told(measured), f"{len(measured.totals):,}")
+            if measured.name == LOSS:
+                low, high = (math.exp(min(each, 700.0)) for each in measured.interval)
+                table.add_row("perplexity", f"{math.exp(measured.value):.4g}", f"{low:.4g} to {high:.4g}", "")
+        console.print(table)
+        return
+    for letter, name in zip("AB", names):
+        console.print(escape(f"{letter}: {name}"), soft_wrap=True)
+    table = _table("score", "A", "B", "B - A", "95 % interval", "p", "rows")
+    for one, other in zip(judged[0].measured, judged[1].measured):
+        told = ["", "other tokens", ""]
+        if one.is_comparable(other):
+            difference = one.difference(other)
+            told = [*_of(one, difference.value, difference.interval, sign="+"), _p(difference.p)]
+        table.add_row(escape(one.name), _told(one)[0], _told(other)[0], *told, f"{len(one.totals):,}")
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        justify: Any = "left" if column == "score" else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "score")
+    return table
+
+
+def _told(measured: Measured) -> tuple[str, str]:
+    return _of(measured, measured.value, measured.interval)
+
+
+def _of(measured: Measured, value: float, interval: Interval, sign: str = "") -> tuple[str, str]:
+    """A value and its interval in words: a loss in nats, anything else in percent."""
+    if measured.name == LOSS:
+        low, high = (f"{each:{sign}.4f}" for each in interval)
+        return f"{value:{sign}.4f}", f"{low} to {high}"
+    low, high = (f"{100 * each:{sign}.1f}" for each in interval)
+    return f"{100 * value:{sign}.1f} %", f"{low} to {high} %"
+
+
+def _p(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
