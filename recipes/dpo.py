@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
             batch = batches.step(step)
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_scale"]
             know_reference_point(learnt, session, batch)  # of kto
             losses = [
                 backward(session.accelerator, model, learnt.loss_sum, micro_batch, divide_by=batch.rows)

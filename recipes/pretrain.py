@@ -46,7 +46,7 @@ def main(cfg: Config) -> None:
     if is_finished(cfg, batches.steps):
         return
 
-    learnt = Pretraining(cfg.pretrain.z_loss, held_out)
+    learnt = Pretraining(cfg.pretrain.z_loss, held_out, label_smoothing=cfg.train.label_smoothing)
     with Session(cfg, launch, spec, tokenizer, batches, held_out, learnt.objective, collate=learnt.collate) as session:
         model = session.load_model()
         if cfg.pretrain.depth_scaled:
@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
             accumulate(session.accelerator, model, len(batch.places) // batches.micro_batch_size)
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_scale"]
             losses = [
                 backward(session.accelerator, model, learnt.loss_sum, micro_batch, divide_by=batch.trained_tokens)
                 for micro_batch in session.micro_batches(batch)

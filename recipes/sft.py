@@ -7,6 +7,8 @@ The strategy file decides how the work is spread, and never changes the result. 
 `python recipes/sft.py ...` runs on one process.
 """
 
+from functools import partial
+
 from finetune import start_up
 
 if __name__ == "__main__":
@@ -39,7 +41,8 @@ def main(cfg: Config) -> None:
     if is_finished(cfg, batches.steps):
         return
 
-    with Session(cfg, launch, spec, tokenizer, batches, held_out, next_token_loss_sum) as session:
+    loss_sum = partial(next_token_loss_sum, label_smoothing=cfg.train.label_smoothing)
+    with Session(cfg, launch, spec, tokenizer, batches, held_out, loss_sum) as session:
         model = session.load_model()
         optimizer = session.build_optimizer(model)
         model, optimizer = session.prepare(model, optimizer)  # the strategy is active, the heaviest rows fit
@@ -48,9 +51,9 @@ def main(cfg: Config) -> None:
             batch = batches.step(step)
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_scale"]
             losses = [
-                backward(session.accelerator, model, next_token_loss_sum, micro_batch, divide_by=batch.trained_tokens)
+                backward(session.accelerator, model, loss_sum, micro_batch, divide_by=batch.trained_tokens)
                 for micro_batch in session.micro_batches(batch)
             ]
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)

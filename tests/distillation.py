@@ -43,7 +43,7 @@ def main(cfg: Config) -> None:
             batch = batches.step(step)
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_scale"]
             losses = [
                 backward(session.accelerator, model, loss_sum, micro_batch, divide_by=batch.trained_tokens)
                 for micro_batch in session.micro_batches(batch)

@@ -92,10 +92,15 @@ def _set_aside(path: Path) -> Path:
     return doomed
 
 
-def remove_older(folder: Path, keep: int) -> None:
-    """Remove complete checkpoints beyond the newest ``keep``; incomplete ones stay for a person to inspect."""
+def remove_older(folder: Path, keep: int, *, best: int | None = None) -> None:
+    """Remove complete checkpoints beyond the newest ``keep``; incomplete ones stay for a person to inspect.
+
+    Args:
+        best: step of a checkpoint that stays, whatever its age.
+    """
     for path in [p for p in in_place(folder) if is_complete(p)][keep:]:
-        remove(path)
+        if best is None or path.name != name_of(best):
+            remove(path)
 
 
 def leave_later_behind(folder: Path, step: int) -> list[Path]:

@@ -25,6 +25,8 @@ SAME_RUN = {
     "adapter.alpha": "its adapter would be scaled differently",
     "adapter.rank_stabilized": "its adapter would be scaled differently",
     "adapter.targets": "other weights were trained",
+    "adapter.rank_pattern": "its matrices have another shape",
+    "adapter.alpha_pattern": "its adapter would be scaled differently",
     "adapter.modules_to_save": "other weights were trained",
     "quantization.bits": "it was trained on other frozen weights",
     "dpo.loss": "another loss was learnt",
@@ -34,7 +36,13 @@ SAME_RUN = {
     "train.batch_warmup": "its steps have other rows",
 }
 """Keys that must not change, and why. Sources (data.train, data.stages) may move: their rows are compared instead."""
-LATER = ("dpo.desirable_weight", "dpo.undesirable_weight", "train.batch_warmup")
+LATER = (
+    "dpo.desirable_weight",
+    "dpo.undesirable_weight",
+    "train.batch_warmup",
+    "adapter.rank_pattern",
+    "adapter.alpha_pattern",
+)
 """Those that checkpoints of earlier versions lack, which then have nothing to compare."""
 SAME_OPTIMIZER = ("train.optimizer",)
 NEVER_TOLD = (
@@ -53,6 +61,7 @@ NEVER_TOLD = (
     "data.train",
     "data.eval",
     "model.path",
+    "adapter.from",
 )
 """Keys whose changes are not reported: inputs are compared by their fingerprints."""
 ANEW = "start a new run from the model that `finetune checkpoint export` writes."
@@ -61,6 +70,7 @@ INPUTS = {
     "eval": "data.eval: the held-out rows",
     "tokenizer": "the tokenizer or its chat template",
     "base": "model.path: the model",
+    "adapter": "adapter.from: the adapter",
 }
 
 
@@ -93,6 +103,17 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
             if key in changed
         ]
     return found
+
+
+def rate_problems(checkpoint: Checkpoint, rate: float) -> list[str]:
+    """Why a run cannot resume with a learning rate that is only a default, which may be that of another version."""
+    before = checkpoint.contents["run"]["config"]["train"]["learning_rate"]
+    if before == rate:
+        return []
+    return [
+        f"train.learning_rate was {before:g} in {checkpoint.path}, and its default with an adapter is {rate:g} now; "
+        "set it to the one that you mean."
+    ]
 
 
 def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> list[str]:
@@ -235,8 +256,10 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
     return told + [f"{path} is from a later step and no longer used; remove it if you do not need it" for path in later]
 
 
-def checkpoints_at_once(settings: Settings, steps: int) -> int:
-    """Most checkpoints in an output folder at a time: those that are kept, and the one being written."""
+def checkpoints_at_once(settings: Settings, steps: int, *, keeps_best: bool = False) -> int:
+    """Most checkpoints in an output folder at a time: those that are kept, the best one, and the one being written."""
+    if keeps_best:
+        return settings.keep + 2
     every = settings.every or steps + 1
     at_end = settings.at_end and steps % every > 0
     return min(settings.keep + 1, steps // every + at_end)

@@ -19,6 +19,7 @@ def save(
     *,
     run: dict[str, Any],
     progress: dict[str, Any],
+    keeps_best: bool = False,
 ) -> float:
     """Start to write a checkpoint; collective. Returns the seconds that training was blocked.
 
@@ -27,6 +28,7 @@ def save(
     Args:
         run: the record in run.yaml, with the configuration.
         progress: where the run stands; its ``step`` names the checkpoint.
+        keeps_best: the checkpoint of its ``best`` evaluation stays, whatever its age.
     """
     distributed.make_optimizer_state(model, optimizer)  # there may have been no step yet, or none on some weights
     return saver.save(
@@ -35,6 +37,7 @@ def save(
         contents={"run": run, "progress": progress, "loss_scale": distributed.loss_scale(accelerator, model)},
         own={"optimizer_steps": distributed.optimizer_steps(strategy, model, optimizer)},
         strategy=strategy.name,
+        best=progress["best"]["step"] if keeps_best and progress["best"] else None,
     )
 
 

@@ -79,7 +79,14 @@ class Saver:
         return told
 
     def save(
-        self, step: int, pieces: "Iterable[Piece]", contents: dict[str, Any], own: dict[str, Any], strategy: str
+        self,
+        step: int,
+        pieces: "Iterable[Piece]",
+        contents: dict[str, Any],
+        own: dict[str, Any],
+        strategy: str,
+        *,
+        best: int | None = None,
     ) -> float:
         """Copy the state and start to write it. Collective; waits for the previous checkpoint.
 
@@ -88,6 +95,7 @@ class Saver:
             contents: metadata of the checkpoint, the same on all processes; JSON.
             own: this process's part of the metadata. Dictionaries are merged, other values must agree.
             strategy: to show in lists of checkpoints.
+            best: step of a checkpoint that stays, whatever its age.
 
         Returns:
             Seconds that training was blocked.
@@ -95,7 +103,7 @@ class Saver:
         start = time.perf_counter()
         self.finish()
         final = self.folder / folder.name_of(step)
-        task = Task(final, step, strategy, plain(contents), plain(own), self.rank, self.world_size, self.keep)
+        task = Task(final, step, strategy, plain(contents), plain(own), self.rank, self.world_size, self.keep, best)
         if self._has_begun(final):
             writing = Writing(task, self._copy, self._write)
             try:

@@ -63,6 +63,8 @@ class Task:
     rank: int
     world_size: int
     keep: int
+    best: int | None
+    """Step of a checkpoint that stays beside those."""
 
 
 class Writing:
@@ -150,7 +152,7 @@ class Writing:
         draft.rename(self.temporary / manifest.NAME)
         folder.put_in_place(self.temporary, self.task.final)
         try:
-            folder.remove_older(self.task.final.parent, self.task.keep)
+            folder.remove_older(self.task.final.parent, self.task.keep, best=self.task.best)
         except OSError as error:
             self.left_over = reason(error)
 

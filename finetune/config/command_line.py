@@ -79,7 +79,7 @@ def _fields(config_class: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
         assert isinstance(section_class, type)
         assert issubclass(section_class, BaseModel)
         for name, field in section_class.model_fields.items():
-            yield f"{section}.{name}", field
+            yield f"{section}.{field.alias or name}", field
 
 
 def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
@@ -230,6 +230,8 @@ def _sentence(error: Any, config_class: type[BaseModel]) -> str:
         return f"{key} is missing; set it in the YAML file or with --{key}."
     if error["type"] == "extra_forbidden":
         return f"Unknown key {key}; {_nearest(key, config_class)}see --help for all keys."
+    if isinstance(refused := error.get("ctx", {}).get("error"), InputError):  # a section has looked into a file
+        return str(refused)
     if len(location) == 1:
         return f"{key}: {error['input']!r} is not a section; indent its keys below it, see --help."
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").partition(", unable to")[0]
@@ -250,6 +252,8 @@ def _allowed(annotation: Any, given: Any) -> str:
         return " or ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is list:
         return f"a list such as [{given}]" if isinstance(given, str) else "a list"
+    if get_origin(annotation) is dict:
+        return "a mapping such as {name: value}"
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}[
         annotation
     ]

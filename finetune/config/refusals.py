@@ -1,7 +1,7 @@
 """What a configuration cannot ask for, as sentences that the run, ``finetune data`` and ``finetune plan`` share."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from finetune.config import sections
 
@@ -32,12 +32,14 @@ def adapter_name_problems(
     *,
     linear: Collection[str],
     modules: Collection[str],
+    patterns: Mapping[str, Collection[str]] | None = None,
 ) -> list[str]:
     """Names of an adapter's section that match nothing in the model.
 
     Args:
         linear: last names of the model's linear layers.
         modules: last names of all of its modules.
+        patterns: names in adapter.rank_pattern and adapter.alpha_pattern, by these keys.
     """
     named = [targets] if isinstance(targets, str) else list(targets)
     unknown = [name for name in named if name not in linear or isinstance(targets, str)]  # names come as a list
@@ -52,6 +54,11 @@ def adapter_name_problems(
             f"adapter.modules_to_save: the model has no module {', '.join(missing)}; it has "
             f"{', '.join(sorted(modules))}."
         )
+    for key, names in (patterns or {}).items():
+        if strange := [name for name in names if name not in (linear if targets == "all-linear" else named)]:
+            found.append(
+                f"adapter.{key}: {', '.join(strange)} gets no adapter; name linear layers that adapter.targets has."
+            )
     if both := sorted(set(modules_to_save) & set(named)):
         found.append(f"adapter: {', '.join(both)} is in both targets and modules_to_save; remove it from one.")
     return found
@@ -60,13 +67,18 @@ def adapter_name_problems(
 def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
     """Keys of an adapter that is not asked for."""
     default = sections.Adapter()
-    given = [key for key, value in adapter if value != getattr(default, key)] if adapter.type == "none" else []
+    given = (
+        [key for key, value in adapter if key != "from_" and value != getattr(default, key)]
+        if adapter.type == "none"
+        else []
+    )
     return [f"adapter.{key} is set, but adapter.type is none; set adapter.type to lora, or remove it." for key in given]
 
 
 def schedule_problems(train: sections.Train) -> list[str]:
-    """Keys of the learning rate that contradict one another."""
+    """Keys of the learning rate and the optimizer that contradict one another."""
     default = sections.Train.model_fields["decay_ratio"].default
+    lowest = train.min_learning_rate
     found = {
         f"train.decay_ratio belongs to the schedule wsd, and train.schedule is {train.schedule}; leave it out.": (
             train.schedule != "wsd" and train.decay_ratio != default
@@ -74,8 +86,21 @@ def schedule_problems(train: sections.Train) -> list[str]:
         "train.min_learning_rate_ratio: the schedule constant does not decay; leave it out.": (
             train.schedule == "constant" and train.min_learning_rate_ratio > 0
         ),
+        "train.min_learning_rate: the schedule constant does not decay; leave it out.": (
+            train.schedule == "constant" and lowest is not None
+        ),
+        "train.min_learning_rate and train.min_learning_rate_ratio say the same in two ways; remove one of them.": (
+            lowest is not None and train.min_learning_rate_ratio > 0
+        ),
+        f"train.min_learning_rate {lowest or 0:g} is above the peak, train.learning_rate {train.learning_rate:g}; "
+        "lower it.": lowest is not None and lowest > train.learning_rate,
         f"train.warmup_ratio {train.warmup_ratio:g} and train.decay_ratio {train.decay_ratio:g} are more than the "
-        "whole run; lower one of them.": (train.schedule == "wsd" and train.warmup_ratio + train.decay_ratio > 1),
+        "whole run; lower one of them.": (
+            train.schedule == "wsd" and train.warmup_steps is None and train.warmup_ratio + train.decay_ratio > 1
+        ),
+        f"train.betas: {train.optimizer} has none; leave them out, or set train.optimizer to adamw.": (
+            train.betas is not None and train.optimizer in ("adafactor", "sgd")
+        ),
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
@@ -87,7 +112,21 @@ def question_problems(section: sections.Eval, held_out: object) -> list[str]:
         f"eval.{key} asks for held-out conversations, but data.eval names none; set data.eval."
         for key, is_asked in asks.items()
         if is_asked and not held_out
-    ]
+    ] + _comparison_problems(section, held_out)
+
+
+def _comparison_problems(section: sections.Eval, held_out: object) -> list[str]:
+    asked = {"keep_best": section.keep_best, "early_stopping": section.early_stopping > 0}
+    keys = [f"eval.{key}" for key, is_asked in asked.items() if is_asked]
+    found = {
+        f"{' and '.join(keys)}: no evaluation is made during training; set eval.every.": keys and section.every == 0,
+        f"{' and '.join(keys)}: there is no eval_loss without held-out rows; set data.eval.": (
+            keys and section.metric == "eval_loss" and not held_out
+        ),
+        f"eval.metric is {section.metric}, but nothing is compared by it; set eval.keep_best or eval.early_stopping, "
+        "or remove it.": not keys and section.metric != sections.Eval().metric,
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
 def task_problems(tasks: Sequence[sections.Task]) -> list[str]:

@@ -4,14 +4,17 @@
 it configures; the whole configuration stays with the recipe and the session (``finetune.run``).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from finetune.config import adapter_file
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -50,6 +53,11 @@ class Quantization(Section):
 
 
 class Adapter(Section):
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: str | None = Field(default=None, alias="from")
+    """Continue training a saved adapter: its folder, or the output folder of the run that trained it. Type, rank,
+    alpha, targets and modules_to_save are then the adapter's own. Null: begin with a new adapter."""
     type: Literal["none", "lora", "dora"] = "none"
     """none: train every weight. lora: freeze the model and train the product of two low-rank matrices for each linear
     layer (arXiv:2106.09685). dora: also train a magnitude per output (arXiv:2402.09353)."""
@@ -59,14 +67,28 @@ class Adapter(Section):
     """The product of the two matrices is scaled by alpha / rank."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead, for large ranks (rsLoRA, arXiv:2312.03732)."""
+    lora_plus_ratio: PositiveFloat = 1.0
+    """Learning rate of the matrices B over that of the matrices A, which is train.learning_rate (LoRA+,
+    arXiv:2402.12354, which finds 16 to be good, with a lower learning rate)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input. Values above 0 need more memory: each layer keeps its own copy of its input."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers that get an adapter: all except the output head, or a list of names, for example [q_proj,
     v_proj]."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks for some of the targets, by their names, for example {down_proj: 32}."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """Other values of alpha for some of the targets, as rank_pattern."""
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter, for example [embed_tokens, lm_head] to learn new
     tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_over_what_is_continued(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("from"), str):
+            return values
+        return values | adapter_file.continued(values["from"], values)
 
 
 class DataSource(Section):
@@ -142,30 +164,44 @@ class Train(Section):
     """Rows that one process computes at a time. It changes memory and speed, never the result. auto: the size that the
     planner predicts to be the fastest of those that fit the GPU."""
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
-    """Peak learning rate of the schedule."""
+    """Peak learning rate of the schedule. A run with an adapter that sets none has 2e-4 (2e-5 in recipes/dpo.py)."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate decays after the warm-up. wsd: it stays at its peak, and decays at the end, over
     decay_ratio of the steps (arXiv:2405.18392)."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """Fraction of the steps used for the learning-rate warm-up."""
+    warmup_steps: NonNegativeInt | None = None
+    """Optimizer steps of the warm-up; overrides warmup_ratio."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Fraction of the steps in which wsd decays the learning rate."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The learning rate to which schedules decay, as a fraction of its peak."""
+    min_learning_rate: PositiveFloat | None = None
+    """The same as a learning rate, in place of min_learning_rate_ratio."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] | None = None
+    """How slowly the optimizer's two moving averages forget, of the gradient and of its square (Lion: of the gradient,
+    in the update and in the average): null for [0.9, 0.999], in Lion [0.9, 0.99]. Pretraining often has [0.9, 0.95]."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Learning rate of a layer over that of the layer above it (arXiv:1801.06146, arXiv:2003.10555); embeddings are
+    below the first. The top layer, the last norm and the output head have train.learning_rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of the weight matrices (L2 for SGD); none for norms, biases and DoRA's magnitudes."""
     decay_embeddings: bool = True
     """Whether the weight decay is that of embeddings too, and of an output head that shares their weights."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """Noise on the embeddings of training rows (NEFTune, arXiv:2310.05914, which uses 5 to 15); 0 for none."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each target that all tokens of the vocabulary have in equal parts (arXiv:1512.00567). loss is then the
+    smoothed one; eval_loss is not smoothed."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 disables clipping. Metrics report the norm before clipping either way."""
     max_bad_steps: PositiveInt = 5
     """Stop the run after this many consecutive steps with a non-finite loss or gradient. Such a step never changes the
     weights: all processes skip it, it is counted, and its rows are named."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd"] = "adamw"
-    """adamw: betas 0.9 and 0.999, fused on a GPU, 8 bytes of state per trained weight. adamw_8bit: 2 bytes.
-    paged_adamw_8bit: the same, moved to host memory when the GPU is full. lion_8bit: 1 byte, betas 0.9 and 0.99; use a
-    third to a tenth of AdamW's learning rate. adafactor: one row and one column of state per matrix. sgd: no state, no
-    momentum."""
+    """adamw: fused on a GPU, 8 bytes of state per trained weight. adamw_8bit: 2 bytes. paged_adamw_8bit: the same,
+    moved to host memory when the GPU is full. lion_8bit: 1 byte; use a third to a tenth of AdamW's learning rate.
+    adafactor: one row and one column of state per matrix. sgd: no state, no momentum."""
     weights: Literal["fp32_master", "bf16"] = "fp32_master"
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision. bf16:
     weights, gradients and optimizer state in bf16, for half the memory. AdamW then rounds its updates stochastically,
@@ -232,6 +268,13 @@ class Eval(Section):
     exact_match: bool = False
     """Answer every held-out conversation greedily before and after training, and count the answers that equal the row's
     answer word for word: for tasks with one right answer."""
+    metric: str = "eval_loss"
+    """Figure of an evaluation by which keep_best and early_stopping compare, as metrics.jsonl names it: eval_loss, or
+    eval_... of the recipe. Of losses and bits per byte less is better, of all others more."""
+    keep_best: bool = False
+    """Keep the checkpoint of the best evaluation beside those of checkpoint.keep, and write its weights to final/."""
+    early_stopping: NonNegativeInt = 0
+    """End training after this many evaluations in a row that did not improve on the best one; 0: never."""
     max_new_tokens: PositiveInt = 64
     """Maximum tokens of an answer; answers that exact_match compares may be as long as the row's own."""
     tasks: list[Task] = []
@@ -264,6 +307,9 @@ class Run(BaseModel):
     """The sections that every recipe has. Read as such, what else a file holds is passed over."""
 
     model_config = ConfigDict(frozen=True)
+    adapter_learning_rate: ClassVar[float] = 2e-4
+    """Of a run with an adapter that sets none: ten times that of full fine-tuning (Thinking Machines, "LoRA Without
+    Regret", 2025)."""
 
     model: Model
     quantization: Quantization = Quantization()
@@ -273,6 +319,20 @@ class Run(BaseModel):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     log: Log = Log()
+
+    @model_validator(mode="after")
+    def _set_learning_rate_of_adapter(self) -> "Run":
+        """The default learning rate is that of what is trained; ``model_fields_set`` goes on telling that it is one."""
+        if self.has_default_adapter_rate:
+            values = dict(self.train) | {"learning_rate": self.adapter_learning_rate}
+            train = type(self.train).model_construct(set(self.train.model_fields_set), **values)
+            object.__setattr__(self, "train", train)  # the section is frozen for everyone else
+        return self
+
+    @property
+    def has_default_adapter_rate(self) -> bool:
+        """Whether an adapter is trained, and the configuration leaves its learning rate to the default."""
+        return self.adapter.type != "none" and "learning_rate" not in self.train.model_fields_set
 
 
 class Recipe(Run):

@@ -161,7 +161,8 @@ def _multiply_powers(inner: torch.optim.Optimizer, steps: int) -> None:
 
     if not isinstance(inner, DeepSpeedCPUAdam):
         return
-    (beta1, beta2), epsilon = inner.defaults["betas"], inner.defaults["eps"]
+    group = inner.param_groups[0]  # Accelerate passes on the groups' own values, and leaves the defaults
+    (beta1, beta2), epsilon = group["betas"], group["eps"]
     element = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
         inner.ds_opt_adam.adam_update(inner.opt_id, step, 0.0, beta1, beta2, epsilon, 0.0, True, *element)

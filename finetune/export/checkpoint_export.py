@@ -120,7 +120,8 @@ def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
     named = config["model"]
     adapter.attach(
         model,
-        sections.Adapter.model_validate(config["adapter"]),
+        # what it continued from may be gone, and is in the checkpoint
+        sections.Adapter.model_validate(config["adapter"] | {"from": None}),
         base=named["path"],
         revision=named["revision"],
         dtype=models.stored_dtype(model.config),

@@ -6,7 +6,7 @@ sharding, generation and checkpointing see no wrapper. What is saved is PEFT's o
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,23 @@ FORMAT = {"format": "pt"}
 
 
 def problems(
-    model: torch.nn.Module, *, targets: str | list[str], modules_to_save: list[str], quantised: bool
+    model: torch.nn.Module,
+    *,
+    targets: str | list[str],
+    modules_to_save: list[str],
+    quantised: bool,
+    patterns: Mapping[str, Collection[str]] | None = None,
 ) -> list[str]:
     """Names that match nothing in the model, and modules that cannot be trained in full, as sentences.
 
     Args:
         model: the model's modules; its weights may be on the meta device.
         quantised: whether the linear layers will be, except the output head.
+        patterns: names in adapter.rank_pattern and adapter.alpha_pattern, by these keys.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
-    found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every)
+    found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every, patterns=patterns)
     head = model.get_output_embeddings()  # type: ignore[operator]
     inside = [name.split(".") for name, layer in layers.items() if layer is not head]
     if packed := [m for m in modules_to_save if quantised and any(m in parts for parts in inside)]:
@@ -80,6 +86,8 @@ def attach(
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
         use_rslora=section.rank_stabilized,
         use_dora=section.type == "dora",
         lora_dropout=section.dropout,
@@ -135,7 +143,7 @@ def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tenso
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True)
-    every = {name: trained[first] for name, first in _all_names(model).items()}
+    every = {name: trained[first] for name, first in all_names(model).items()}
     state = get_peft_model_state_dict(model, state_dict=every, save_embedding_layers=False)
     # a tensor of its own under each name of a tied weight, as PEFT saves and expects it
     save_file({PREFIX + name: value.clone() for name, value in state.items()}, folder / WEIGHTS, FORMAT)
@@ -145,7 +153,7 @@ def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tenso
     config.inference_mode = False
 
 
-def _all_names(model: torch.nn.Module) -> dict[str, str]:
+def all_names(model: torch.nn.Module) -> dict[str, str]:
     """Every name of each trained parameter, with the one under which it is listed: tied weights have several."""
     first = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
@@ -168,7 +176,7 @@ def verify(
         RunStopped: if a tensor is missing, or has another shape or other values.
     """
     keys: dict[str, list[str]] = {}
-    for name, first in _all_names(model).items():
+    for name, first in all_names(model).items():
         keys.setdefault(first, []).append(saved_name(name))
     wrong, compared = [], set()
     with safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -24,6 +24,7 @@ from transformers.utils import cached_file, extract_commit_hash
 from transformers.utils import logging as transformers_logging
 
 from finetune.cache import key_of
+from finetune.config import adapter_file
 from finetune.data import named_templates
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow, InputError, first_line, refuse_if_any
@@ -53,7 +54,11 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
         if value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists():
             found.append(f"{key}: there is no folder {value}; give a model folder, or a hub id (owner/name).")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        found.append(f"model.path: the folder {path} has no config.json; give the folder of a transformers model.")
+        found.append(
+            f"model.path: {path} holds an adapter; set adapter.from to it, and model.path to its base."
+            if adapter_file.folder_of(Path(path))
+            else f"model.path: the folder {path} has no config.json; give the folder of a transformers model."
+        )
     return found + named_templates.problems(chat_template)
 
 

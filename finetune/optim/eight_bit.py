@@ -20,7 +20,12 @@ from finetune.optim.rounding import local_shard, round_stochastically, rounding_
 
 
 def build_eight_bit_optimizer(
-    groups: list[dict[str, Any]], *, name: str, learning_rate: float, rounding_seed: int
+    groups: list[dict[str, Any]],
+    *,
+    name: str,
+    learning_rate: float,
+    betas: tuple[float, float],
+    rounding_seed: int,
 ) -> torch.optim.Optimizer:
     """An optimizer of bitsandbytes over groups that say their ``state_bits``.
 
@@ -29,10 +34,10 @@ def build_eight_bit_optimizer(
         rounding_seed: of the stochastic rounding of bf16 weights.
     """
     if name == "lion_8bit":
-        optimizer: Any = _Lion(groups, lr=learning_rate, min_8bit_size=0)
+        optimizer: Any = _Lion(groups, lr=learning_rate, betas=betas, min_8bit_size=0)
     else:
         paged = name.startswith("paged") and torch.cuda.is_available()  # on a CPU there is nothing to page from
-        optimizer = _AdamW(groups, lr=learning_rate, min_8bit_size=0, is_paged=paged)
+        optimizer = _AdamW(groups, lr=learning_rate, betas=betas, min_8bit_size=0, is_paged=paged)
     optimizer.prepare_shards(rounding_seed)
     return optimizer
 

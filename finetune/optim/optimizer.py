@@ -1,13 +1,15 @@
 """Optimizers by name, over parameters in fp32 or in bf16."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from finetune.optim.rate_scales import scales_of
 from finetune.optim.rounding import local_shard, round_stochastically, rounding_noise
 
-BETAS, EPSILON = (0.9, 0.999), 1e-8
+BETAS, LION_BETAS, EPSILON = (0.9, 0.999), (0.9, 0.99), 1e-8
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 """Optimizers whose state is kept in 8 bits, by bitsandbytes."""
 CHUNK_ELEMENTS = 2**24
@@ -25,9 +27,14 @@ def build_optimizer(
     weights: str,
     fused: bool,
     rounding_seed: int,
+    betas: Sequence[float] | None = None,
     decay_embeddings: bool = True,
+    layer_decay: float = 1.0,
+    lora_plus_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, over the trained parameters of a model.
+
+    Each of its groups has an ``lr_scale``, by which the recipe multiplies the learning rate of a step.
 
     Args:
         name: one of the recipe's ``train.optimizer``.
@@ -35,24 +42,41 @@ def build_optimizer(
         weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
+        betas: None for the defaults of the optimizer.
         decay_embeddings: whether embeddings decay too, and an output head that shares their weights.
+        layer_decay, lora_plus_ratio: see ``optim.rate_scales``.
     """
-    kinds: dict[torch.nn.Parameter, str] = {}  # tied weights are met twice
+    kinds: dict[torch.nn.Parameter, tuple[str, float]] = {}  # tied weights are met twice
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    embeddings = [f"{name}.weight" for name in tables]
+    ratios = {"layer_decay": layer_decay, "lora_plus_ratio": lora_plus_ratio}
+    scale_of = {trained[name]: each for name, each in scales_of(trained, embeddings=embeddings, **ratios).items()}
     for module in model.modules():
         is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
         of_module = "kept" if isinstance(module, torch.nn.Embedding) and not decay_embeddings else "decayed"
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                kinds.setdefault(parameter, "vector" if is_vector or key == "bias" else of_module)
+                kind = "vector" if is_vector or key == "bias" else of_module
+                kinds.setdefault(parameter, (kind, scale_of[parameter]))
     groups: list[dict[str, Any]] = [
-        {"params": [each for each, its in kinds.items() if its == kind], "weight_decay": decay, "state_bits": bits}
+        {
+            "params": [each for each, its in kinds.items() if its == (kind, scale)],
+            "weight_decay": decay,
+            "state_bits": bits,
+            "lr_scale": scale,
+        }
         for kind, decay, bits in (("decayed", weight_decay, 8), ("kept", 0.0, 8), ("vector", 0.0, 32))
+        for scale in sorted(set(scale_of.values()), reverse=True)
     ]
     groups = [group for group in groups if group["params"]]
+    chosen = (betas[0], betas[1]) if betas else LION_BETAS if name == "lion_8bit" else BETAS
     if name in EIGHT_BIT:
         from finetune.optim.eight_bit import build_eight_bit_optimizer  # bitsandbytes takes seconds to import
 
-        return build_eight_bit_optimizer(groups, name=name, learning_rate=learning_rate, rounding_seed=rounding_seed)
+        return build_eight_bit_optimizer(
+            groups, name=name, learning_rate=learning_rate, betas=chosen, rounding_seed=rounding_seed
+        )
     if name == "adafactor":
         from transformers import Adafactor  # imports PEFT and more
 
@@ -61,8 +85,8 @@ def build_optimizer(
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate)
     if weights == "bf16":
-        return StochasticRoundingAdamW(groups, lr=learning_rate, seed=rounding_seed)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPSILON, fused=fused or None)
+        return StochasticRoundingAdamW(groups, lr=learning_rate, betas=chosen, seed=rounding_seed)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=chosen, eps=EPSILON, fused=fused or None)
 
 
 def state_bytes(model: torch.nn.Module, name: str) -> int:
@@ -101,8 +125,15 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
     The random numbers of a step depend only on ``seed`` and the number of the step.
     """
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, seed: int = 0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": BETAS, "eps": EPSILON})
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = BETAS,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": EPSILON})
         self.seed = seed
 
     @torch.no_grad()

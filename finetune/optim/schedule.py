@@ -12,21 +12,22 @@ from finetune.config import sections
 def learning_rate(step: int, total_steps: int, train: sections.Train) -> float:
     """Learning rate of one optimizer step.
 
-    Rises linearly over the first ``ceil(warmup_ratio * total_steps)`` steps without ever being 0, then follows the
-    schedule. Without warm-up it equals transformers' schedulers at the same step.
+    Rises linearly over the first ``warmup_steps``, or ``ceil(warmup_ratio * total_steps)``, without ever being 0, then
+    follows the schedule. Without warm-up it equals transformers' schedulers at the same step.
 
     Args:
         step: optimizer step, from 1 to ``total_steps``.
         train: with the peak, which the first step after the warm-up has, and the schedule: ``constant``; ``linear``,
             ``cosine``, or ``wsd``, which stays at the peak and decays over the last ``decay_ratio`` of the steps as
-            1 - sqrt (Haegele et al., arXiv:2405.18392). The last three end at ``min_learning_rate_ratio`` of the peak.
+            1 - sqrt (Haegele et al., arXiv:2405.18392). The last three end at ``min_learning_rate``, or
+            ``min_learning_rate_ratio`` of the peak.
 
     Raises:
         ValueError: for a step out of range.
     """
     if not 1 <= step <= total_steps:
         raise ValueError(f"step {step} is outside 1..{total_steps}")
-    warmup_steps = math.ceil(train.warmup_ratio * total_steps)
+    warmup_steps = math.ceil(train.warmup_ratio * total_steps) if train.warmup_steps is None else train.warmup_steps
     if step <= warmup_steps:
         return train.learning_rate * step / (warmup_steps + 1)
     after = total_steps - warmup_steps
@@ -40,7 +41,9 @@ def learning_rate(step: int, total_steps: int, train: sections.Train) -> float:
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "wsd": 1 - math.sqrt(progress),
     }[train.schedule]
-    lowest = 0.0 if train.schedule == "constant" else train.min_learning_rate_ratio
+    lowest = train.min_learning_rate_ratio
+    if train.min_learning_rate is not None:
+        lowest = train.min_learning_rate / train.learning_rate
     return train.learning_rate * (lowest + (1 - lowest) * left)
 
 

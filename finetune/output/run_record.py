@@ -13,7 +13,8 @@ class RunRecord:
     strategy: dict[str, Any]
     """``name``, ``processes``, ``precision``; and ``sharding``, once it is measured."""
     data: dict[str, str | None]
-    """Fingerprints of what the run reads: ``train``, ``eval``, ``tokenizer``, ``base``."""
+    """Fingerprints of what the run reads: ``train``, ``eval``, ``tokenizer``, ``base``, and the ``adapter`` that it
+    continues from."""
     chat_template: Any
     steps: int
     plan: dict[str, Any] | None
@@ -40,6 +41,8 @@ class RunRecord:
     """Of each process at the end, by kind: see ``distributed.held_bytes``."""
     tasks: dict[str, dict[str, Any]] | None = None
     """Of each task of eval.tasks by its name: ``score``, ``rows``, and its mean ``before`` and ``after`` training."""
+    best: dict[str, Any] | None = None
+    """``step`` whose weights are the result, where it is that of the best evaluation, and what that was by."""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is written."""
@@ -69,6 +72,9 @@ class Progress:
     scores: dict[str, float] = field(default_factory=dict)
     """Of the tasks of eval.tasks by their names, before training."""
     measured: dict[str, float | None] | None = None
+    best: dict[str, Any] | None = None
+    """Metrics of the step after which an evaluation was the best, where evaluations are compared."""
+    evaluations_since_best: int = 0
 
     @classmethod
     def read(cls, contents: dict[str, Any]) -> "Progress":

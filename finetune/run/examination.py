@@ -54,9 +54,12 @@ class Examination:
             found[task.figure] = task.score_now(self.accelerator, self.model, self.tokenizer, flat=self.batches.flat)
         return found
 
-    def before_training(self, progress: Progress, say: Callable[[str], None]) -> Progress:
-        """Progress with what is known before the first step: held-out loss, scores and answers."""
-        found = self.figures()
+    def before_training(self, progress: Progress, found: dict[str, float], say: Callable[[str], None]) -> Progress:
+        """Progress with what is known before the first step: held-out loss, scores and answers.
+
+        Args:
+            found: figures.
+        """
         if "eval_loss" in found:
             say(f"held-out loss before training: {found['eval_loss']:.4f}")
         for task in self.tasks:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import fused, loading, lora_forward
+from finetune.models import continued_adapter, fused, loading, lora_forward
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
 from finetune.training.loss import take_losses
@@ -55,6 +55,8 @@ def load_model(
         adapters.attach(
             model, adapter, base=spec.section.path, revision=spec.section.revision, dtype=dtype, seed=train.seed
         )
+        if adapter.from_:
+            continued_adapter.load_values(model, adapter)
     if train.recomputes:
         loading.recompute_activations(model)
     if spec.section.kernels == "auto":
@@ -66,7 +68,11 @@ def load_model(
 
 
 def build_optimizer(
-    accelerator: Accelerator, launch: distributed.Strategy, model: Any, train: sections.Train
+    accelerator: Accelerator,
+    launch: distributed.Strategy,
+    model: Any,
+    adapter: sections.Adapter,
+    train: sections.Train,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters of a model that is not prepared yet."""
     return optimizers.build_optimizer(
@@ -77,5 +83,8 @@ def build_optimizer(
         weights=train.weights,
         fused=distributed.fuses(accelerator),
         rounding_seed=train.seed * launch.shards + launch.shard,
+        betas=train.betas,
         decay_embeddings=train.decay_embeddings,
+        layer_decay=train.layer_decay,
+        lora_plus_ratio=adapter.lora_plus_ratio,
     )

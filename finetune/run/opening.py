@@ -17,7 +17,7 @@ from finetune.data.batches import Batches
 from finetune.data.rows import Rows, identity_of
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
-from finetune.models import fused, loading
+from finetune.models import continued_adapter, fused, loading
 from finetune.models.spec import ModelSpec
 from finetune.output import run_files
 from finetune.output.run_record import RunRecord
@@ -57,12 +57,14 @@ def fingerprints(
         needs_base: a checkpoint is of no use without the weights that the run began with.
     """
     model = cfg.model
-    return {
+    found = {
         "train": batches.fingerprint,
         "eval": held_out.fingerprint if held_out else None,
         "tokenizer": key_of(identity_of(tokenizer)),
         "base": loading.identity(model.path, revision=model.revision, weights=needs_base and not model.random_weights),
-    } | ({"tasks": key_of([task.fingerprint for task in tasks])} if tasks else {})
+    }
+    found |= {"tasks": key_of([task.fingerprint for task in tasks])} if tasks else {}
+    return found | continued_adapter.identity(cfg.adapter)
 
 
 def new_record(
@@ -117,6 +119,10 @@ def introduction(
     if cfg.model.random_weights:
         seed = cfg.train.seed
         lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")
+    if cfg.adapter.from_:
+        lines.append(f"the adapter continues from {continued_adapter.file_of(cfg.adapter).parent}")
+    if cfg.has_default_adapter_rate:
+        lines.append(f"train.learning_rate is not set: {cfg.train.learning_rate:g}, the default with an adapter")
     lines += batches.describe()
     if not batches.flat:
         lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")

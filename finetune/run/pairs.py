@@ -21,10 +21,15 @@ def pair_problems(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> list[str]:
         f"data.train_on {data.train_on}: of a pair the two answers are compared; leave it at assistant.": (
             data.train_on != "assistant"
         ),
+        "train.label_smoothing belongs to the loss of single tokens, and pairs are compared; leave it out.": (
+            cfg.train.label_smoothing > 0
+        ),
         "eval.exact_match: the chosen answer of a pair is one of many; set it to false.": cfg.eval.exact_match,
         "dpo.reference adapter_off needs an adapter; set adapter.type to lora, or dpo.reference to cached.": (
             dpo.reference == "adapter_off" and cfg.adapter.type == "none"
         ),
+        "dpo.reference adapter_off would compare with the model without the adapter that adapter.from names; set it to "
+        "cached.": dpo.reference == "adapter_off" and cfg.adapter.from_ is not None,
         f"dpo.reference: {dpo.loss} has no reference; leave it out.": without and "reference" in given,
         f"dpo.label_smoothing belongs to the loss robust, and dpo.loss is {dpo.loss}; leave it out.": (
             dpo.label_smoothing > 0 and dpo.loss != "robust"
@@ -82,4 +87,5 @@ def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences
 
 
 def _reference_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> str:
-    return reference_taken(dpo.compares_with, adapted=cfg.adapter.type != "none", in_order=launch.gathers_in_order)
+    is_new_adapter = cfg.adapter.type != "none" and cfg.adapter.from_ is None
+    return reference_taken(dpo.compares_with, adapted=is_new_adapter, in_order=launch.gathers_in_order)

@@ -29,7 +29,7 @@ from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import loading, packing_support, quantization, weights
+from finetune.models import continued_adapter, loading, packing_support, quantization, weights
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
 from finetune.run import trackers
@@ -65,7 +65,10 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
         precision = launch.mixed_precision
         now = cfg.model_dump()
-        refuse_if_any(resuming.config_problems(resumes_from, now, precision=precision, weights_only=weights_only))
+        refuse_if_any(
+            resuming.config_problems(resumes_from, now, precision=precision, weights_only=weights_only)
+            + (resuming.rate_problems(resumes_from, cfg.train.learning_rate) if cfg.has_default_adapter_rate else [])
+        )
     dtype = distributed.compute_dtype(launch, cfg.train.weights)
     spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
     stored_bits = spec.stored_bits
@@ -83,7 +86,9 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
                 targets=cfg.adapter.targets,
                 modules_to_save=cfg.adapter.modules_to_save,
                 quantised=spec.quantised_bits is not None,
+                patterns={"rank_pattern": cfg.adapter.rank_pattern, "alpha_pattern": cfg.adapter.alpha_pattern},
             )
+            + (continued_adapter.problems(skeleton, cfg.adapter) if cfg.adapter.from_ else [])
             + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
         )
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from finetune.cache import cache_folder, checksums, key_of
 from finetune.data.batches import Batches, Inputs
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
-from finetune.models import loading
+from finetune.models import continued_adapter, loading
 from finetune.run.reference_point import both_answers
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
@@ -44,6 +44,8 @@ def know_references(session: Session) -> None:
         [session.cfg.train.seed if model.random_weights else None, session.cfg.quantization.bits],
         [session.cfg.train.weights, session.launch.mixed_precision],
     ]
+    if session.cfg.adapter.from_:  # what it begins with is part of the reference
+        key.append([continued_adapter.identity(session.cfg.adapter), session.cfg.adapter.alpha])
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"
     known = broadcast_object_list([_read(file, answers) if is_main else None])[0]
     open_answers = int(np.isnan(known).sum())

@@ -113,6 +113,9 @@ def tell(screen: Screen, folder: Path, record: RunRecord, plan: RunPlan | None, 
     if record.eval_loss:
         first, last = record.eval_loss["before"], record.eval_loss["after"]
         screen.say(f"held-out loss: {first:.4f} before, {last:.4f} after training")
+    if record.best:
+        step, figures = record.best["step"], [f"{name} {value:.4f}" for name, value in record.best.items()][1:]
+        screen.say(f"final/ has the weights of step {step}, the best by {' '.join(figures)}")
     if record.exact_match:
         screen.say(run_files.describe_exact_match(record.exact_match))
     for line in run_files.describe_tasks(record.tasks or {}):

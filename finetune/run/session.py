@@ -43,7 +43,7 @@ from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.report import pages
-from finetune.run import model_setup, opening, result
+from finetune.run import improvement, model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
@@ -55,6 +55,7 @@ from finetune.run.trackers import Trackers
 from finetune.seeds import seed_of
 from finetune.start_up import is_first_process
 from finetune.training import evaluation
+from finetune.training.embedding_noise import EmbeddingNoise
 from finetune.training.loss import LossSum, Objective
 from finetune.training.memory_check import check_memory
 from finetune.training.meter import Meter
@@ -90,11 +91,11 @@ class Session:
         self.examined = Inputs(held_out, flat=batches.flat, paired=batches.paired) if held_out else None
         self.objective = objective if isinstance(objective, Objective) else Objective(objective)
         self.collate = partial(collate or data_batches.collate, flat=batches.flat)
-        self.folder = Path(cfg.train.output_dir)
+        self.folder, self.share = Path(cfg.train.output_dir), {"rank": launch.rank, "world_size": launch.world_size}
         answered = held_out.choose(np.arange(0, len(held_out), 2)) if held_out and batches.paired else held_out
         self.asked = evaluation.questions(cfg.eval.prompts, answered, tokenizer, compared=cfg.eval.exact_match)
         self.tasks = read_tasks(cfg.eval, cfg.data, tokenizer, loading.most_positions(spec.text_config))
-        self.progress = Progress()
+        self.progress, self.step = Progress(), 0
 
     def __enter__(self) -> "Session":
         """Plan the run, take its folder, join the other processes, and agree with them on what is trained.
@@ -118,8 +119,7 @@ class Session:
             self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every, scores=scores)
             if any(other != fingerprints for other in gather_object([fingerprints])):
                 raise InputError("The processes read different data; make the data files the same on every machine.")
-            shares = {"rank": self.launch.rank, "world_size": self.launch.world_size}
-            refuse_if_any(gather_object(weights.not_finite(files, **shares)))
+            refuse_if_any(gather_object(weights.not_finite(files, **self.share)))
             sizes = planned.sizes.agreed(gather_object([planned.sizes]))
             self.cfg = self.cfg.model_copy(update={"train": sizes.written_into(self.cfg.train)})
             self.batches.micro_batch_size = sizes.micro_batch_size
@@ -153,18 +153,19 @@ class Session:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
         model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, train, device)
         loading.stop_at(model, self.tokenizer.eos_token_id)
+        self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed)
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
             refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
         self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, optimizer=train.optimizer, weights=train.weights)
-        at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps)
+        at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps, keeps_best=cfg.eval.keep_best)
         refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
         self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)
         return model
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Over the model's trained parameters."""
-        return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.train)
+        return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.adapter, self.cfg.train)
 
     def prepare(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """Model and optimizer as the strategy wraps and shards them, which is proven. Tries the heaviest micro-batch.
@@ -211,16 +212,18 @@ class Session:
         trackers = self._training.enter_context(Trackers(self.cfg.log, self.folder, self.screen.say, writes=is_main))
         self.logbook = Logbook(self.folder, self.screen, self.batches, trackers, writes=is_main)
         if self.resumption:
-            self.progress = self.resumption.restore(
-                self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
-            )
+            known = self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
+            self.progress = improvement.known_in(self.folder, self.cfg.eval, self.resumption.restore(*known))
+        else:
+            figures = self.examination.figures()
+            improvement.judged(self.cfg.eval, self.progress, figures)  # refuses the name of a figure that is not there
         own_files = None if isinstance(self.cfg.data.eval, float) else self.held_out
         trackers.start(self.record, after=self.progress.step if own else None)
         self.logbook.open(self.record, own, own_files, overwrite=self.cfg.train.overwrite)
         if self.resumption:
             self._make_up_for_evaluation(self.resumption)
         else:
-            self.progress = self.examination.before_training(self.progress, self.screen.say)
+            self.progress = self.examination.before_training(self.progress, figures, self.screen.say)
         self.interruption.take_signals()
         self.model.train()
         self.finished: list[dict[str, Any]] = []
@@ -256,27 +259,31 @@ class Session:
             metrics |= self.examination.figures()
             self.screen.evaluation(metrics)
             self.logbook.complete(step, metrics)
+        is_judged = self.cfg.eval.metric in self.progress.metrics[-1]
         self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
+        if resumption.is_same_run and self.cfg.eval.metric in metrics and not is_judged:
+            self.progress = improvement.judged(self.cfg.eval, self.progress, metrics)
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps that are left, from 1; before each, random numbers are made a function of it."""
         profiled = self.cfg.log.profile if self.accelerator.is_main_process else 0
         step_is_over = self._training.enter_context(between_steps(profiled, self.folder, self.screen.say))
         for step in range(self.progress.step + 1, self.batches.steps + 1):
+            if improvement.has_stopped(self.cfg.eval, self.progress):
+                self.screen.say(improvement.describe_stop(self.cfg.eval, self.progress))
+                return
             # of dropout, for example: other ones on each process
             torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.rank))
+            self.step = step
             yield step
             step_is_over()
 
     def micro_batches(self, batch: Batch) -> Iterator[Any]:
         """This process's micro-batches of a step, on its device."""
-        for places in micro_batches(
-            batch.places,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            micro_batch_size=self.batches.micro_batch_size,
-        ):
-            yield self.collate([self.batches.documents(place) for place in places], self.accelerator.device)
+        for places in micro_batches(batch.places, micro_batch_size=self.batches.micro_batch_size, **self.share):
+            documents = [self.batches.documents(place) for place in places]
+            self.noise.expect(self.step, list(zip(places, documents)))
+            yield self.collate(documents, self.accelerator.device)
 
     def close_step(
         self, step: int, batch: Batch, losses: list[torch.Tensor], grad_norm: float, learning_rate: float
@@ -310,12 +317,18 @@ class Session:
         saves = signal or (self.cfg.checkpoint.at_end and is_last) or is_due(step, self.cfg.checkpoint.every)
         if evaluates or saves or is_last:  # on a GPU a step is read with the next one, which there may not be
             finished += self.meter.flush()
+        compares = evaluates and improvement.is_asked(self.cfg.eval)
+        if compares:  # before the step is saved: its checkpoint tells which evaluation was the best
+            finished[-1] |= self.examination.figures()
+            self.progress = improvement.judged(self.cfg.eval, self.progress, finished[-1])
+            saves |= improvement.is_saved(self.cfg.eval, self.progress, at_end=self.cfg.checkpoint.at_end)
         if save_failed:
             self.saver.give_up()
         if saves:  # before the evaluation, which may take long, and which a run that resumes makes up for
             finished[-1]["save_stall_seconds"] = self._save(step, finished)
-        if evaluates:
+        if evaluates and not compares:
             finished[-1] |= self.examination.figures()
+        if evaluates:
             self.meter.restart_clock()
         self.logbook.write(finished)
         self.finished = finished
@@ -328,21 +341,13 @@ class Session:
 
     def _save(self, step: int, finished: list[dict[str, Any]]) -> float:
         """Begin to write a checkpoint; returns the seconds that training stood still for it."""
-        self.progress = replace(
-            self.progress,
-            step=step,
-            metrics=finished,
-            counters=self.meter.counters,
-            measured=self.meter.measured(),
-        )
+        counters, measured = self.meter.counters, self.meter.measured()
+        self.progress = replace(self.progress, step=step, metrics=finished, counters=counters, measured=measured)
         stalled = checkpoint.save(
-            self.saver,
-            self.launch,
-            self.accelerator,
-            self.model,
-            self.optimizer,
+            *(self.saver, self.launch, self.accelerator, self.model, self.optimizer),
             run=self.record.as_dict(),
             progress=self.progress.as_dict(),
+            keeps_best=self.cfg.eval.keep_best,
         )
         self.meter.restart_clock()
         return stalled
@@ -367,10 +372,14 @@ class Session:
         for problem in self.saver.problems():
             self.screen.say(problem)
         self.logbook.close()
-        if nothing_learnt := self.meter.result_problem(self.batches.steps):
+        metrics = self.finished[-1] if self.finished else self.progress.metrics[-1]
+        if nothing_learnt := self.meter.result_problem(metrics["step"]):
             self.interruption.expect_the_end()
             raise RunStopped(nothing_learnt)
-        metrics = self.finished[-1] if self.finished else self.progress.metrics[-1]
+        if self.cfg.eval.keep_best:
+            known = self.folder, self.launch, self.accelerator, self.model, self.optimizer, self.progress, metrics
+            metrics = improvement.take_best(*known, say=self.screen.say)
+            self.record = replace(self.record, best={each: metrics[each] for each in ("step", self.cfg.eval.metric)})
         measured = self.meter.measured()
         if not self.finished and self.progress.measured:  # resumed after its last step
             measured = self.progress.measured

@@ -108,6 +108,7 @@ def attach(model: PreTrainedModel, setting: Setting, dtype: torch.dtype) -> None
                 type=setting.adapter,  # type: ignore[arg-type]  # pydantic checks it
                 rank=setting.rank,
                 alpha=2.0 * setting.rank,
+                rank_pattern=dict(setting.ranks),
                 dropout=setting.dropout,
                 targets=setting.targets if setting.targets == "all-linear" else list(setting.targets),  # type: ignore[arg-type]
                 modules_to_save=list(setting.modules_to_save),

@@ -193,7 +193,8 @@ def _trace(
         engine.step = stepping
 
     def loss_sum(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
-        summed = loss.next_token_loss_sum(model, micro_batch)
+        smoothed = {"label_smoothing": 0.1} if setting.smooths_labels else {}
+        summed = loss.next_token_loss_sum(model, micro_batch, **smoothed)
         ledger.begin("backward")
         return summed
 

@@ -23,12 +23,15 @@ class Setting:
     adapter: str = "none"
     """none (every weight is trained), lora or dora."""
     rank: int = 16
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Other ranks of some targets, by their last names."""
     dropout: float = 0.0
     """Of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Last names of the linear layers that get an adapter."""
     modules_to_save: tuple[str, ...] = ()
     """Last names of the modules that are trained whole beside the adapter."""
+    smooths_labels: bool = False
     optimizer: str = "adamw"
     weights: str = "fp32_master"
     """fp32_master or bf16."""
@@ -81,9 +84,11 @@ class Setting:
             adapter=adapter,
             bits=bits,
             rank=cfg.adapter.rank,
+            ranks=tuple(sorted(cfg.adapter.rank_pattern.items())),
             dropout=cfg.adapter.dropout,
             targets=targets if isinstance(targets, str) else tuple(targets),
             modules_to_save=tuple(cfg.adapter.modules_to_save),
+            smooths_labels=train.label_smoothing > 0,
             optimizer=train.optimizer,
             weights=train.weights,
             precision=precision,
@@ -91,7 +96,7 @@ class Setting:
             fused=cfg.model.kernels == "auto",
             layout="packed" if cfg.data.packing is True else "flat" if flat else "padded",
             flash=flash,
-            reference=cfg.dpo.compares_with if isinstance(cfg, PairedRun) else "none",
+            reference=_reference_of(cfg) if isinstance(cfg, PairedRun) else "none",
             mismatches=isinstance(cfg, PairedRun) and cfg.dpo.loss == "kto",
         )
 
@@ -126,5 +131,14 @@ class Setting:
 
 def setting_of(fields: Mapping[str, Any]) -> Setting:
     """The setting of a record that was JSON, in which tuples are lists."""
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return Setting(**values)
+    return Setting(**{name: _frozen(value) for name, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _reference_of(cfg: PairedRun) -> str:
+    """``dpo.reference``; an adapter that training goes on from is part of it, and off is not what it began with."""
+    is_continued = cfg.adapter.from_ is not None
+    return "cached" if is_continued and cfg.dpo.compares_with == "auto" else cfg.dpo.compares_with

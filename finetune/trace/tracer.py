@@ -116,7 +116,7 @@ class Tracer:
         positions = self.anatomy.positions
         longest = self.row_tokens if positions is None else min(self.row_tokens, positions)
         shards = setting.placement.weight_shards
-        whole = {*self.anatomy.dimensions, setting.rank}
+        whole = {*self.anatomy.dimensions, setting.rank, *dict(setting.ranks).values()}
         return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole})
 
     def step(self, setting: Setting) -> Step:

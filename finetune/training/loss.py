@@ -87,7 +87,9 @@ class LossOfScores:
     then: for the losses, and for their gradients, once it is known how much each counts."""
 
 
-def next_token_loss_sum(model: torch.nn.Module, micro_batch: tuple[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
+def next_token_loss_sum(
+    model: torch.nn.Module, micro_batch: tuple[torch.Tensor, dict[str, Any]], *, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """The loss of supervised fine-tuning, summed over the trained tokens of a micro-batch, in nats.
 
     The run, its held-out loss, the memory check, the dry run and the probe all call it. Scores are made of trained
@@ -96,12 +98,20 @@ def next_token_loss_sum(model: torch.nn.Module, micro_batch: tuple[torch.Tensor,
     Args:
         model: prepared by ``take_losses``.
         micro_batch: ``next_tokens`` and the model's keyword arguments, as ``data.batches.collate`` makes them.
+        label_smoothing: see ``token_loss_sum``; in training only, so that held-out losses can be compared.
     """
     next_tokens, inputs = micro_batch
     positions_N = trained_positions(next_tokens)
-    wanted = LossOfScores(token_loss_sum, positions_N, next_tokens.flatten()[positions_N])
+    smoothing = label_smoothing if is_training(model) else 0.0
+    losses_of = partial(token_loss_sum, label_smoothing=smoothing) if smoothing else token_loss_sum
+    wanted = LossOfScores(losses_of, positions_N, next_tokens.flatten()[positions_N])
     found: torch.Tensor = model(**inputs, use_cache=False, loss_of_scores=wanted)
     return found
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Whether a prepared model is in training: DeepSpeed's engine around it does not know."""
+    return bool(getattr(model, "module", model).training)
 
 
 def trained_positions(next_tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -111,25 +121,38 @@ def trained_positions(next_tokens_BT: torch.Tensor) -> torch.Tensor:
     return found if len(found) else found.new_zeros(1)
 
 
-def token_loss_sum(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> torch.Tensor:
+def token_loss_sum(
+    logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor, *, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Sum of the cross-entropy over the trained positions, in nats, computed in fp32.
 
     Args:
         logits_BTV: scores of the token that follows each position; batch, positions, vocabulary.
         next_tokens_BT: the token that follows each position (labels already shifted), or ``IGNORED``.
+        label_smoothing: share of the target that all tokens of the vocabulary have in equal parts (arXiv:1512.00567).
 
     Returns:
         A scalar on the logits' device; 0 with zero gradients where no position is trained.
     """
     return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits_BTV.flatten(0, 1).float(),
+        next_tokens_BT.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=label_smoothing,
     )
 
 
-def token_losses(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor) -> torch.Tensor:
+def token_losses(
+    logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor, *, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """As ``token_loss_sum``, of each position, of shape (N,); 0 where it is not trained."""
     return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), next_tokens_BT.flatten(), ignore_index=IGNORED, reduction="none"
+        logits_BTV.flatten(0, 1).float(),
+        next_tokens_BT.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
 
 

@@ -12,7 +12,7 @@ from finetune.data import batches
 from finetune.data.batches import NOTHING
 from finetune.data.encoding import Row
 from finetune.training.documents import document_numbers, of_documents
-from finetune.training.loss import Figure, Objective, added
+from finetune.training.loss import Figure, Objective, added, is_training
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
 
 AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
@@ -122,7 +122,7 @@ def reference_answers(
     model: torch.nn.Module, batch: PairedBatch, as_reference: AsReference = nullcontext
 ) -> torch.Tensor:
     """Log-probabilities of the answers, of shape (pairs, 2), by the model as it is, or as it is within a context."""
-    trains = getattr(model, "module", model).training  # DeepSpeed's engine around it does not know
+    trains = is_training(model)
     model.eval()
     try:
         with as_reference(model):

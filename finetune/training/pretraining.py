@@ -16,7 +16,7 @@ from finetune.data.batches import IGNORED
 from finetune.data.encoding import Row
 from finetune.data.rows import Rows
 from finetune.training.documents import document_numbers
-from finetune.training.loss import Figure, LossOfScores, Objective, added, token_losses, trained_positions
+from finetune.training.loss import Figure, LossOfScores, Objective, added, is_training, token_losses, trained_positions
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,13 @@ class Pretraining:
 
     Args:
         z_loss: weight of the squared logarithm of the softmax's denominator.
+        label_smoothing: as ``train.label_smoothing``.
         held_out: what the figures are of.
     """
 
-    def __init__(self, z_loss: float, held_out: Measured | None) -> None:
-        self.z_loss, self.sources = z_loss, held_out.sources if held_out else []
+    def __init__(self, z_loss: float, held_out: Measured | None, *, label_smoothing: float = 0.0) -> None:
+        self.z_loss, self.label_smoothing = z_loss, label_smoothing
+        self.sources = held_out.sources if held_out else []
         self._figures: dict[str, Figure] = {}
 
     @property
@@ -109,8 +111,9 @@ class Pretraining:
         """The loss of a micro-batch, summed over its trained tokens; of held-out texts the cross-entropy alone."""
         positions_N = trained_positions(batch.next_tokens)
         targets_N = batch.next_tokens.flatten()[positions_N]
-        if getattr(model, "module", model).training:
-            wanted = LossOfScores(partial(_loss_sum, z_loss=self.z_loss), positions_N, targets_N)
+        if is_training(model):
+            losses_of = partial(_loss_sum, z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+            wanted = LossOfScores(losses_of, positions_N, targets_N)
         else:
             origin_N = batch.origin_BT.flatten()[positions_N]
             of_all = partial(self._measured, origin_N=origin_N, is_trained_N=targets_N != IGNORED, batch=batch)
@@ -140,9 +143,11 @@ class Pretraining:
         return taken
 
 
-def _loss_sum(logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor, *, z_loss: float) -> torch.Tensor:
+def _loss_sum(
+    logits_BTV: torch.Tensor, next_tokens_BT: torch.Tensor, *, z_loss: float, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Cross-entropy, and z_loss times log(Z)^2 of each trained token, where Z is the denominator of its softmax."""
-    losses_N = token_losses(logits_BTV, next_tokens_BT)
+    losses_N = token_losses(logits_BTV, next_tokens_BT, label_smoothing=label_smoothing)
     if z_loss:
         log_z_N = logits_BTV.flatten(0, 1).float().logsumexp(-1)
         losses_N = losses_N + z_loss * log_z_N.square() * (next_tokens_BT.flatten() != IGNORED)

@@ -1,0 +1,95 @@
+"""A saved adapter to continue from: its folder, and what its adapter_config.json says of the keys of ``adapter``."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import InputError
+
+NAME = "adapter_config.json"
+KEYS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "rank_stabilized": "use_rslora",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "modules_to_save": "modules_to_save",
+}
+"""Keys of ``adapter``, and what PEFT calls them."""
+NOT_CONTINUED = (
+    "exclude_modules",
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+)
+"""What PEFT can also have saved, and no key of ``adapter`` says."""
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder of the adapter in a folder, which is its own or that of a run; None where there is none."""
+    return next((each for each in (path, path / "final") if (each / NAME).is_file()), None)
+
+
+def continued(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``adapter`` of a run that continues from a saved adapter, as far as the adapter decides it.
+
+    Args:
+        path: folder of an adapter, or of a run whose result is one.
+        given: the section as the configuration has it.
+
+    Raises:
+        InputError: if there is no adapter that a run can continue from, or the section contradicts it.
+    """
+    folder = folder_of(Path(path))
+    if folder is None:
+        raise InputError(
+            f"adapter.from: {path} holds no adapter ({NAME}); give the folder of an adapter, or the output folder of a "
+            "run that trained one."
+        )
+    saved = _saved_in(folder / NAME)
+    wrong = [
+        f"adapter.{key} is {given[key]!r}, but the adapter in {folder} has {value!r}; leave the key out."
+        for key, value in saved.items()
+        if key in given and not _same(key, given[key], value)
+    ]
+    if wrong:
+        raise InputError(wrong)
+    if given.get("targets") == "all-linear":  # the tensors of the adapter will tell whether it is
+        saved["targets"] = "all-linear"
+    return saved
+
+
+def _saved_in(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"adapter.from: {file} cannot be read ({error}); save the adapter again.") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise InputError(
+            f"adapter.from: {file} is not of a LoRA adapter; a run continues from LoRA, rsLoRA and DoRA only."
+        )
+    others = [key for key in NOT_CONTINUED if config.get(key)]
+    others += ["bias"] if config.get("bias", "none") != "none" else []
+    if others or not isinstance(config.get("target_modules"), list):
+        what = ", ".join(others) or "target_modules, which is not a list of names"
+        raise InputError(f"adapter.from: {file} uses {what}, which a run cannot continue; merge the adapter instead.")
+    defaults = {"modules_to_save": [], "rank_stabilized": False, "rank_pattern": {}, "alpha_pattern": {}}
+    read = {key: config.get(name) or defaults.get(key) for key, name in KEYS.items()}
+    return {
+        "type": "dora" if config.get("use_dora") else "lora",
+        "targets": sorted({name.split(".")[-1] for name in config["target_modules"]}),
+        **{key: value for key, value in read.items() if value is not None},
+    }
+
+
+def _same(key: str, given: Any, saved: Any) -> bool:
+    if key == "targets":
+        return given == "all-linear" or (isinstance(given, list) and sorted(given) == saved)
+    if key == "modules_to_save":
+        return isinstance(given, list) and sorted(given) == sorted(saved)
+    return bool(given == saved)
