@@ -1,4 +1,4 @@
-"""Draws docs/images: a run, and `finetune data`, as they look in a terminal of 80 columns.
+"""Draws docs/images: a run, and `finetune data`, as they look in a terminal of 80 columns; and the report of the run.
 
   python -m benchmarks.pictures        # or one of them: python -m benchmarks.pictures data
 
@@ -13,6 +13,7 @@ whole. The seconds of the run differ from one drawing to the next; the picture o
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -46,12 +47,15 @@ def data_picture() -> str:
 
 
 def run_picture() -> str:
-    """What the recipe shows of a run of 240 steps, as SVG."""
-    return drawn(RUN, title="accelerate launch recipes/sft.py")
+    """What the recipe shows of a run of 240 steps, as SVG; its own picture of its figures is kept beside it."""
+    return drawn(RUN, title="accelerate launch recipes/sft.py", kept=["runs/demo/report.png"])
 
 
-def drawn(command: Sequence[str], *, title: str) -> str:
+def drawn(command: Sequence[str], *, title: str, kept: Sequence[str] = ()) -> str:
     """Run a command of the repository, and draw the terminal at its end.
+
+    Args:
+        kept: files that the command writes, which are copied to ``IMAGES``.
 
     Raises:
         RuntimeError: if the command fails.
@@ -61,6 +65,8 @@ def drawn(command: Sequence[str], *, title: str) -> str:
             (Path(folder) / name).symlink_to(ROOT / name)
         tiny.build_model_folder(Path(folder) / "tiny-llama", hidden_size=192, intermediate_size=384)
         written = output(command, Path(folder))
+        for name in kept:
+            shutil.copy(Path(folder) / name, IMAGES)
     lines = [f"\x1b[1m{line}\x1b[0m" for line in folded(command)] + ["", *screen(written)]
     return svg([Text.from_ansi(line) for line in lines], title=title)
 
@@ -93,7 +99,7 @@ def output(command: Sequence[str], folder: Path) -> str:
     )
     os.close(theirs)
     parts = []
-    while part := _read(ours):
+    while part := read(ours):
         parts.append(part)
     os.close(ours)
     text = b"".join(parts).decode()
@@ -102,7 +108,7 @@ def output(command: Sequence[str], folder: Path) -> str:
     return text
 
 
-def _read(terminal: int) -> bytes:
+def read(terminal: int) -> bytes:
     """The next bytes; none when the last process has closed the terminal, which Linux calls an I/O error."""
     try:
         return os.read(terminal, 65536)

@@ -124,11 +124,12 @@ def test_help_lists_every_key_with_its_docstring_and_default(capsys: pytest.Capt
         parse(Config, ["--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    keys = [f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()]
+    every = [
+        (section, *each) for section, f in Config.model_fields.items() for each in f.annotation.model_fields.items()
+    ]
+    keys = {f"{section}.{field.alias or name}": field for section, name, field in every}
     assert 25 < len(keys) <= 80
-    for key in keys:
-        section, name = key.split(".")
-        field = Config.model_fields[section].annotation.model_fields[name]
+    for key, field in keys.items():
         assert field.description, f"{key} has no docstring"
         assert f"--{key} " in printed
     assert " ".join(printed.split()).count("(default: ") + printed.count("(required)") == len(keys)

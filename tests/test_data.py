@@ -340,3 +340,15 @@ def test_run_writes_each_row_that_it_skips_once(held_out: Any, tmp_path: Path, m
     rejected = [json.loads(line)["source"] for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
     files = ["train.jsonl"] if held_out == 0.3 else ["train.jsonl", "held_out.jsonl"]
     assert rejected == [f"{tmp_path / name}:81" for name in files]
+
+
+def test_rows_are_counted_by_their_lengths_in_equal_parts(tmp_path: Path):
+    rows = tiny.read_rows(tiny.write_conversations(tmp_path / "rows.jsonl", rows=60), TOKENIZER)
+    found = dataset.figures([rows, rows])
+    up_to = found["lengths"]["up_to"]
+    assert up_to[-2] < found["longest"] == rows.lengths.max() <= up_to[-1]
+    assert len(up_to) <= dataset.MOST_PARTS_OF_HISTOGRAM
+    expected, _ = np.histogram(rows.lengths, bins=[0.5, *(end + 0.5 for end in up_to)])
+    assert found["lengths"]["rows"] == (2 * expected).tolist()
+    assert (found["rows"], found["tokens"]) == (120, 2 * rows.lengths.sum())
+    assert found["rejected"] == 0  # of two mixes from one store, counted once

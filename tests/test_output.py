@@ -1,6 +1,7 @@
 """What a run leaves: refused before it would be lost, complete when it is there."""
 
 import importlib.metadata
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import InputError
 from finetune.output import output_folder
+from finetune.output.run_files import _fenced
 from recipes.sft import main
 
 
@@ -27,6 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, conversati
             data__eval=str(held_out),
             eval__every=2,
             eval__prompts=1,
+            log__report=True,
         )
     )
     return folder
@@ -52,6 +55,34 @@ def test_run_yaml_tells_configuration_strategy_versions_hardware_data_and_commit
     assert len(record["data"]["train"]) == 64
     assert {"python", "hardware", "git_commit"} <= set(record)
     assert record["eval_loss"]["after"] == read_metrics(run)[-1]["eval_loss"]
+
+
+def test_run_yaml_tells_what_was_read_and_held_and_how_held_out_questions_were_answered(run: Path, held_out: Path):
+    record = yaml.safe_load((run / "run.yaml").read_text())
+    read = record["data_figures"]
+    assert (read["train"]["rows"], read["eval"]["rows"]) == (80, 11)
+    assert sum(read["eval"]["lengths"]["rows"]) == 11
+    tokens = list(tiny.read_rows(held_out, AutoTokenizer.from_pretrained(run / "final")).lengths)
+    assert (read["eval"]["tokens"], read["eval"]["longest"]) == (sum(tokens), max(tokens))
+    (held,) = record["held_bytes"]
+    weights = record["strategy"]["sharding"]["total_bytes"]
+    assert 2 * weights <= held["optimizer"] <= 2.01 * weights == 2.01 * held["weights"]
+    (answer,) = record["answers"]
+    question = json.loads(held_out.read_text().splitlines()[0])["messages"]
+    assert answer["prompt"] == next(each["content"] for each in question if each["role"] == "user")
+    card = (run / "final" / "README.md").read_text()
+    for text in (answer["prompt"], answer["before"], answer["after"]):
+        assert f"```text\n{text}\n```" in card
+
+
+def test_a_run_leaves_its_report(run: Path):
+    assert "held-out loss" in (run / "report.html").read_text()
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_cannot_leave_its_block_of_the_model_card():
+    text = "```\n# Not a heading\n````"
+    assert _fenced(text) == f"`````text\n{text}\n`````"
 
 
 def test_final_loads_with_transformers_and_gives_the_held_out_loss_of_the_run(run: Path, held_out: Path):

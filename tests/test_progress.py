@@ -4,9 +4,7 @@ import math
 import os
 import pty
 import re
-import struct
-import termios
-from fcntl import ioctl
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -74,30 +72,28 @@ def test_other_processes_print_nothing(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == ""
 
 
-def frames(columns: int, metrics: list[dict[str, Any]]) -> list[list[str]]:
-    """The lines that a terminal shows after each step."""
+def shown_at_the_end(columns: int, metrics: list[dict[str, Any]]) -> list[str]:
+    """The lines that are left in a terminal, without their colours."""
     ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    with (
-        os.fdopen(theirs, "w") as terminal,
-        mock.patch("sys.stdout", terminal),
-        mock.patch.dict("os.environ", TERM="xterm-256color", LINES="40", COLUMNS=str(columns)),
-        Screen(shown=True, total_steps=2000, every=1) as screen,
-    ):
-        shown = []
-        for line in metrics:
-            screen.step(line)
-            screen.bar.refresh()
-            terminal.flush()
-            shown.append(os.read(ours, 65536).decode())
+    with ThreadPoolExecutor() as pool:
+        written = pool.submit(lambda: b"".join(iter(lambda: pictures.read(ours), b"")))
+        with (
+            os.fdopen(theirs, "w") as terminal,
+            mock.patch("sys.stdout", terminal),
+            mock.patch.dict("os.environ", TERM="xterm-256color", LINES="40", COLUMNS=str(columns)),
+            Screen(shown=True, total_steps=2000, every=1) as screen,
+        ):
+            for line in metrics:
+                screen.step(line)
+        left = pictures.screen(written.result().decode())
     os.close(ours)
-    return [[re.sub(r"\x1b\[[0-9;]*m", "", line) for line in pictures.screen(frame)] for frame in shown]
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in left]
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_the_course_of_the_loss_and_the_time_left_as_a_person_says_it(columns: int):
     lines = [METRICS | {"step": step, "loss": 4 / step} for step in range(1, 713)]
-    bar, figures = frames(columns, lines)[-1]
+    bar, figures = shown_at_the_end(columns, lines)
     assert bar.split()[:2] == ["step", "712/2000"]
     assert bar.endswith(" 43 min left")  # 1,288 steps of 2 s
     before, course, after = re.split("([▁-█]+)", figures)

@@ -225,12 +225,14 @@ def test_process_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("number", launcher.PASSED_ON)
 def test_signals_reach_every_process_and_the_launcher_waits_for_them(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ):
     saves = f"""
 signal.signal({int(number)}, lambda *_: (time.sleep(0.2), print("saved", flush=True), os._exit(75)))
+open("ready-" + sys.argv[1], "w").close()
 if sys.argv[1] == "1":
-    time.sleep(0.1)
+    while not os.path.exists("ready-0"):
+        time.sleep(0.01)
     os.kill(os.getppid(), {int(number)})
 time.sleep(60)
 """

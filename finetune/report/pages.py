@@ -63,7 +63,7 @@ def to_html(runs: Sequence[RunRead]) -> str:
         },
         differences=tables.differences(runs) if len(runs) > 1 else None,
         memory=[(run.name, bars) for run in runs if (bars := memory_bars(run))],
-        data=[(run.name, table, _histogram(run)) for run in runs if (table := tables.data(run)).rows],
+        data=[(run.name, table, *_histogram(run)) for run in runs if (table := tables.data(run)).rows],
         answers=[(run.name, run.listed("answers")) for run in runs if run.listed("answers")],
         configurations=[(run.name, _as_yaml(run)) for run in runs if run.record],
     )
@@ -101,17 +101,18 @@ def _notes(run: RunRead) -> list[str]:
     return notes
 
 
-def _histogram(run: RunRead) -> list[tuple[str, float]]:
-    """Of training rows by their lengths: a text for each part, and its height as a share of the highest."""
+def _histogram(run: RunRead) -> tuple[list[tuple[str, float]], str]:
+    """Of training rows by their lengths: a text for each part with its share of the highest; and the longest."""
     found = run.part("data_figures", "train", "lengths")
     if not found:
-        return []
+        return [], ""
     highest = max(found["rows"])
     bounds = [0, *found["up_to"]]
-    return [
+    bars = [
         (f"{begin + 1:,} to {end:,} tokens: {rows:,} rows", rows / highest)
         for begin, end, rows in zip(bounds, found["up_to"], found["rows"])
     ]
+    return bars, f"{bounds[-1]:,} tokens"
 
 
 def _as_yaml(run: RunRead) -> str:

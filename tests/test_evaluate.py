@@ -1,0 +1,179 @@
+"""``finetune evaluate``: the scores are those of the run and of transformers, and two models are compared row by row."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from test_generate import build_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli.commands import main
+from finetune.generation.speaker import Answer, Speaker
+from recipes import sft
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of an adapter in fp32, with held-out rows."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = tiny.write_conversations(folder / "rows.jsonl", rows=40)
+    train = {"output_dir": str(folder / "run"), "steps": 4, "global_batch_size": 8, "learning_rate": 1e-2}
+    data = {"train": str(rows), "eval": str(held_out), "max_length": 64}
+    sections = {"model": {"path": str(base)}, "data": data, "train": train, "adapter": {"type": "lora", "rank": 4}}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        sft.main(sft.Config.model_validate(sections | {"eval": {"exact_match": True, "max_new_tokens": 24}}))
+    return folder / "run"
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> Path:
+    path = tmp_path / "choices.jsonl"
+    rows = [
+        {"prompt": "the stone " * (1 + i), "choices": ["runs", "walks beside the river", "a"], "answer": i % 3}
+        for i in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert main(["evaluate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_scores_on_the_rows_of_the_run_are_those_that_the_run_recorded(run: Path, capsys: pytest.CaptureFixture[str]):
+    record = yaml.safe_load((run / "run.yaml").read_text())
+    (found,) = as_json(capsys, str(run), "--max-new-tokens", "24")["models"]
+    assert list(found["scores"]) == ["exact_match", "loss"]
+    loss = found["scores"]["loss"]
+    assert loss["rows"] == 11
+    assert loss["value"] == pytest.approx(record["eval_loss"]["after"], abs=1e-5)
+    assert loss["perplexity"] == pytest.approx(math.exp(loss["value"]))
+    assert loss["interval"][0] < loss["value"] < loss["interval"][1]
+    before = as_json(capsys, str(run), "--compare", "--score", "loss")
+    assert before["models"][0]["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["before"], abs=1e-5)
+    assert before["models"][1]["scores"]["loss"] == loss
+    gained = record["eval_loss"]["after"] - record["eval_loss"]["before"]
+    assert before["differences"]["loss"]["value"] == pytest.approx(gained, abs=1e-5)
+
+
+def test_answers_are_scored_and_written_with_the_rows(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    rows = [{"id": i, "prompt": "a " * (5 - i), "answer": "b"} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths: list[int] = []
+
+    def said(self: Speaker, prompts: Any, manner: Any) -> list[Answer]:
+        lengths.append(len(prompts))
+        return [Answer("b" if len(prompt) > 12 else "so b", 1, False) for prompt in prompts]
+
+    monkeypatch.setattr(Speaker, "answers", said)
+    output = tmp_path / "answers.jsonl"
+    command = ["evaluate", str(run), "--data", str(tmp_path / "rows.jsonl"), "--batch-size", "2"]
+    assert main([*command, "--score", "exact_match", "--score", "contains", "--output", str(output)]) == 0
+    assert lengths == [2, 2, 1]
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [{key: row[key] for key in ("id", "prompt", "answer")} for row in found] == rows
+    (each,) = found[4]["evaluation"]
+    assert each["model"] == str(run)
+    assert each["scores"]["contains"] == 1
+    right = sum(row["evaluation"][0]["scores"]["exact_match"] for row in found)
+    assert 0 < right < 5
+    printed = capsys.readouterr().out
+    assert f"{100 * right / 5:.1f} %" in printed
+    assert max(map(len, printed.splitlines()[:3])) <= 80
+    assert main([*command, "--output", str(output)]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_choices_have_the_log_probabilities_of_transformers(
+    base: Path, choices: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "found.jsonl"
+    found = as_json(capsys, str(base), "--data", str(choices), "--plain", "--output", str(output))
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    right = 0
+    for line in output.read_text().splitlines():
+        row = json.loads(line)
+        expected = []
+        for choice in row["choices"]:
+            ids = torch.tensor([tokenizer(row["prompt"].rstrip() + " " + choice)["input_ids"]])
+            begin = len(tokenizer(row["prompt"])["input_ids"])
+            with torch.no_grad():
+                scores = model(ids).logits.log_softmax(-1)[0, :-1]
+            expected.append(scores.gather(1, ids[0, 1:, None])[begin - 1 :].sum().item())
+        (each,) = row["evaluation"]
+        assert each["log_probabilities"] == pytest.approx(expected, abs=1e-4)
+        right += max(range(3), key=expected.__getitem__) == row["answer"]
+        assert each["scores"]["choice"] == (max(range(3), key=expected.__getitem__) == row["answer"])
+    assert found["models"][0]["scores"]["choice"]["value"] == pytest.approx(right / 5)
+    assert list(found["models"][0]["scores"]) == ["choice", "choice_norm"]
+
+
+def test_two_models_are_compared_on_the_same_rows_within_eighty_columns(
+    run: Path, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """One that is always right against one that never is: eleven rows all differ, p = 2 / 2**11."""
+    monkeypatch.setenv("COLUMNS", "200")
+    right = {"answers": lambda self, prompts, manner: [Answer("x", 1, False)] * len(prompts)}
+    monkeypatch.setattr(Speaker, "answers", right["answers"])
+    judge = "regex:" + "|".join(["x", *tiny.WORDS])
+    assert main(["evaluate", str(run), str(base), "--score", judge, "--score", "json", "--score", "loss"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == [f"A: {run}", f"B: {base}"]
+    assert all(len(line) <= 80 for line in printed[2:])
+    assert "B - A" in printed[2]
+    found = as_json(capsys, str(run), str(base), "--score", "json")
+    assert found["differences"]["json"] == {"value": 0.0, "interval": [0.0, 0.0], "p": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--score", "exactmatch"], "did you mean exact_match?"),
+        (["--limit", "0"], "--limit 0: give a number from 1 on"),
+        (["--batch-size", "0"], "--batch-size 0: give a number from 1 on"),
+        (["--data", "missing.jsonl"], "--data missing.jsonl: there is no such data file"),
+        (["other", "--compare"], "leave one of them out"),
+        (["missing"], "There is no folder missing"),
+        (["--score", "choice"], "it has no choices"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_refused_before_weights_load(
+    arguments: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    assert main(["evaluate", str(run), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert said in printed
+
+
+def test_a_model_that_no_run_left_needs_a_file_of_rows(
+    base: Path, choices: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    assert main(["evaluate", str(base)]) == 2
+    assert "name a file with --data" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--data", str(choices)]) == 2
+    assert "neither run.yaml nor" in capsys.readouterr().err
+    assert main(["evaluate", str(base), "--data", str(choices), "--score", "loss"]) == 2
+    assert "in a format that training reads" in capsys.readouterr().err
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["evaluate", str(base), "--data", str(tmp_path / "bare.jsonl")]) == 2
+    assert "nothing to score" in capsys.readouterr().err
