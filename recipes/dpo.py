@@ -24,6 +24,7 @@ from finetune.run.preflight import as_restarted, check
 from finetune.run.reference_point import know_reference_point
 from finetune.run.references import know_references
 from finetune.run.resumption import is_finished
+from finetune.run.run_result import RunResult
 from finetune.run.session import Session
 from finetune.training.preferences import collate
 from finetune.training.step import backward, step_if_finite
@@ -33,7 +34,7 @@ class Config(PairedRun, Recipe):
     """The sections that every recipe has, and this one's own."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> RunResult:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
     refuse_if_any(pair_problems(cfg, cfg.dpo, launch))
@@ -46,7 +47,7 @@ def main(cfg: Config) -> None:
         cfg.data, cfg.train, tokenizer, spec, rows, paired=True
     )  # row order: a function of (seed, epoch, step)
     if is_finished(cfg, batches.steps):
-        return
+        return RunResult.of(cfg)
 
     learnt = preferences_of(cfg, cfg.dpo, launch)
     with Session(cfg, launch, spec, tokenizer, batches, held_out, learnt.objective, collate=collate) as session:
@@ -68,7 +69,7 @@ def main(cfg: Config) -> None:
             ]
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)
             session.close_step(step, batch, losses, grad_norm, rate)  # saved, evaluated, ended on a signal
-        session.finish()
+        return session.finish()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from finetune.run.entry import run
 from finetune.run.inputs import load_tokenizer
 from finetune.run.preflight import as_restarted, check
 from finetune.run.resumption import is_finished
+from finetune.run.run_result import RunResult
 from finetune.run.session import Session
 from finetune.training.accumulation import accumulate
 from finetune.training.pretraining import Pretraining
@@ -34,7 +35,7 @@ class Config(CorpusRun, Recipe):
     """The sections that every recipe has, with more keys in two of them, and this one's own."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> RunResult:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
     refuse_if_any(corpus_problems(cfg, launch.world_size))
@@ -44,7 +45,7 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     batches, held_out = corpus_of(cfg, tokenizer, spec)  # row order: a function of (seed, epoch, step)
     if is_finished(cfg, batches.steps):
-        return
+        return RunResult.of(cfg)
 
     learnt = Pretraining(cfg.pretrain.z_loss, held_out, label_smoothing=cfg.train.label_smoothing)
     with Session(cfg, launch, spec, tokenizer, batches, held_out, learnt.objective, collate=learnt.collate) as session:
@@ -66,7 +67,7 @@ def main(cfg: Config) -> None:
             ]
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)
             session.close_step(step, batch, losses, grad_norm, rate)  # saved, evaluated, ended on a signal
-        session.finish()
+        return session.finish()
 
 
 if __name__ == "__main__":

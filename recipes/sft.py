@@ -21,6 +21,7 @@ from finetune.run.entry import run
 from finetune.run.inputs import batches_of, load_rows, load_tokenizer
 from finetune.run.preflight import as_restarted, check
 from finetune.run.resumption import is_finished
+from finetune.run.run_result import RunResult
 from finetune.run.session import Session
 from finetune.training.loss import next_token_loss_sum
 from finetune.training.step import backward, step_if_finite
@@ -30,7 +31,7 @@ class Config(sections.Recipe):
     """The sections that every recipe has, and no others."""
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> RunResult:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
     spec = check(cfg, launch)  # all that can be refused before anything is loaded or written
@@ -39,7 +40,7 @@ def main(cfg: Config) -> None:
     rows, held_out = load_rows(cfg.data, tokenizer, spec)
     batches = batches_of(cfg.data, cfg.train, tokenizer, spec, rows)  # row order: a function of (seed, epoch, step)
     if is_finished(cfg, batches.steps):
-        return
+        return RunResult.of(cfg)
 
     loss_sum = partial(next_token_loss_sum, label_smoothing=cfg.train.label_smoothing)
     with Session(cfg, launch, spec, tokenizer, batches, held_out, loss_sum) as session:
@@ -58,7 +59,7 @@ def main(cfg: Config) -> None:
             ]
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)
             session.close_step(step, batch, losses, grad_norm, rate)  # saved, evaluated, ended on a signal
-        session.finish()
+        return session.finish()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``finetune evaluate``: the scores are those of the run and of transformers, and two models are compared row by row."""
+"""``finetune evaluate``: scores are those of the run and of transformers; two models are compared row by row."""
 
 import json
 import math

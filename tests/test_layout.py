@@ -98,7 +98,7 @@ def imports(path: Path) -> set[str]:
 
 ROOMS = (
     *("compat", "config", "hardware", "data", "scoring", "models", "optim", "distributed", "training"),
-    *("output", "report", "checkpoint", "trace", "planner", "run", "export", "generation", "cli"),
+    *("output", "report", "checkpoint", "export", "generation", "trace", "planner", "run", "cli"),
 )
 """From the lowest: a room imports from those before it. Below them all are the modules outside of any room."""
 
@@ -119,6 +119,10 @@ def test_every_room_says_what_is_in_it():
         assert not missing, f"finetune/{room}/__init__.py says nothing of {missing}"
 
 
+DOOR = ROOT / "finetune" / "__init__.py"
+"""Gives what is in a room when it is asked for, and imports none of them before."""
+
+
 def test_a_room_imports_only_from_rooms_below_it():
     modules = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in LIBRARY}
     checked = 0
@@ -126,7 +130,7 @@ def test_a_room_imports_only_from_rooms_below_it():
         for name in imports(path):
             assert not name.startswith("recipes"), f"{path} imports a recipe"
             imported = modules.get(name, modules.get(f"{name}.__init__"))
-            if imported is None or imported == ROOT / "finetune" / "__init__.py":
+            if imported is None or DOOR in (imported, path):
                 continue
             if room_of(imported) != room_of(path) or path.relative_to(ROOT / "finetune").parts[0] not in ROOMS:
                 checked += 1

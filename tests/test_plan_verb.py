@@ -264,7 +264,8 @@ def test_picture_is_drawn(name: str, model: str, tmp_path: Path, capsys: pytest.
     assert str(file) in capsys.readouterr().out
     assert file.read_bytes().startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
     if name.endswith("svg"):
-        assert {"forward", "backward"} <= set(re.findall(r"<!-- (\w+) -->", file.read_text()))
+        written = set(re.findall(r"<!-- (\w+) -->", file.read_text()))
+        assert {"forward", "backward", "weights", "optimizer", "activations"} <= written
 
 
 def test_picture_without_matplotlib_is_a_sentence(

@@ -248,6 +248,9 @@ def test_picture_of_a_step_reaches_its_peak_and_goes_through_its_phases_in_order
     course = list(step.course(micro_batch))
     assert list(dict.fromkeys(moment.phase for moment in course)) == ["forward", "loss", "backward", "step"]
     assert max(moment.bytes for moment in course) == pytest.approx(peak(step, SETTING), rel=1e-9)
+    whole = {category for moment in course for category, size in moment.categories.items() if size}
+    assert {"weights", "gradients", "optimizer", "activations"} <= whole <= set(CATEGORIES)
+    assert min(size for moment in course for size in moment.categories.values()) >= 0
     for moment in step.moments(micro_batch):
         assert set(moment.categories) <= set(CATEGORIES)
 

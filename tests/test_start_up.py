@@ -92,7 +92,7 @@ def test_process_that_no_launcher_started_outlives_its_parent(slow_torch: Path, 
 
 
 def test_nothing_that_takes_seconds_or_speaks_is_imported_before_it_is_needed():
-    """On CPUs with bf16, bitsandbytes, which PEFT imports, warns of a missing kernel, unless it is told not to."""
+    """On CPUs with bf16, bitsandbytes, which PEFT would import, warns of a missing kernel, unless it is told not to."""
     modules = "recipes.sft, recipes.dpo, recipes.pretrain, finetune.cli.data_verb"
     program = f"import sys, {modules}; print({{'peft', 'bitsandbytes', 'deepspeed'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

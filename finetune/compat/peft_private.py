@@ -1,21 +1,50 @@
-"""An adapter that is off for a while, with no effect on what is trained.
+"""PEFT without bitsandbytes until something is quantised, and an adapter that is off without effect on what is trained.
 
-Read in 0.21. Goes when ``enable_adapters(False)`` leaves ``requires_grad`` alone: what DDP and FSDP2 have made of
-the weights' gradients depends on it.
+Read in 0.21. ``adapter_off`` goes when ``enable_adapters(False)`` leaves ``requires_grad`` alone: what DDP and FSDP2
+have made of the weights' gradients depends on it. The others go when PEFT imports bitsandbytes for quantised layers
+alone. It does so when it is imported and when LoRA is attached, which takes a second, and ``notebook_launcher`` starts
+no processes after it.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+
+
+def import_peft() -> None:
+    """Import PEFT; call it where nobody may have done so yet."""
+    if {"peft", "bitsandbytes"} & set(sys.modules):
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # ``peft.helpers`` then does without it
+    try:
+        import peft  # noqa: F401
+    finally:
+        del sys.modules["bitsandbytes"]
+
+
+@contextmanager
+def only_what_is_quantised() -> Iterator[None]:
+    """Within it LoRA looks for layers of bitsandbytes only where there may be some, because it has been imported."""
+    from peft.tuners.lora import model
+
+    before = model.is_bnb_available, model.is_bnb_4bit_available
+    if "bitsandbytes" not in sys.modules:
+        model.is_bnb_available = model.is_bnb_4bit_available = lambda: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.is_bnb_available, model.is_bnb_4bit_available = before
 
 
 @contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model computes as before its adapter was attached."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
     layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseTunerLayer | ModulesToSaveWrapper)]
     before = [each._disable_adapters for each in layers]
     try:

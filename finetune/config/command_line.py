@@ -98,7 +98,7 @@ def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
         section = key.split(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
-        default = "required" if field.is_required() else f"default: {_as_yaml(field.default)}"
+        default = "required" if field.is_required() else f"default: {as_flag(field.default)}"
         text = " ".join((field.description or "").split()).replace("%", "%%")
         groups[section].add_argument(
             f"--{key}", dest=key, metavar=_type_name(field.annotation), help=f"{text} ({default})"
@@ -106,7 +106,8 @@ def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
     return parser
 
 
-def _as_yaml(value: Any) -> str:
+def as_flag(value: Any) -> str:
+    """A value as a flag says it, in YAML."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 

@@ -54,7 +54,7 @@ def launched_as(strategy_file: str | Path, num_processes: int, mixed_precision: 
     """
     if num_processes > 1 and (torch.cuda.is_initialized() or "bitsandbytes" in sys.modules):
         raise InputError(
-            "This kernel has used a GPU or imported bitsandbytes (every run with an adapter does), after which "
+            "This kernel has used a GPU or imported bitsandbytes (as a run in 4 or 8 bits does), after which "
             "notebook_launcher cannot start processes. Start them with accelerate launch in a cell, as "
             "notebooks/01_first_run.ipynb does, or restart the kernel."
         )

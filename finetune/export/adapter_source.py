@@ -16,6 +16,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from finetune.compat.peft_private import import_peft, only_what_is_quantised
 from finetune.data import sources
 from finetune.data.dataset import named_sources
 from finetune.data.encoding import Settings
@@ -169,11 +170,12 @@ def _recorded(run: Path) -> dict[str, Any]:
 
 def inject(model: PreTrainedModel, folder: Path) -> Any:
     """Put a saved adapter's modules into a model, as PEFT's LoraModel; they hold no values of the adapter yet."""
+    import_peft()
     from peft import LoraModel, PeftConfig
 
     config: Any = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False  # so that what the adapter holds is told by requires_grad
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), only_what_is_quantised():
         warnings.filterwarnings("ignore", "Model has .tie_word_embeddings=True.")  # ties are settled after merging
         return LoraModel(model, config, "default", low_cpu_mem_usage=model.device.type == "meta")
 

@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from finetune.compat.peft_private import adapter_off
 from finetune.data.columns import Columns
 from finetune.data.named_templates import problems
 from finetune.data.prompt_texts import Prompt, room_problems, texts_of, tokens_of
@@ -118,8 +119,6 @@ class Speaker:
         """A context in which the model is the one that answers: without its adapter, where that is the other one."""
         if not self.without_adapter:
             return nullcontext()
-        from finetune.compat.peft_private import adapter_off
-
         return adapter_off(self.model)
 
     def _answer(self, row: list[int]) -> Answer:

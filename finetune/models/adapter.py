@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from finetune.compat.peft_private import import_peft, only_what_is_quantised
 from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
 from finetune.errors import InputError, RunStopped, first_line
@@ -80,6 +81,7 @@ def attach(
     Raises:
         InputError: if PEFT cannot.
     """
+    import_peft()
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -100,7 +102,8 @@ def attach(
     )
     torch.manual_seed(seed)
     try:
-        inject_adapter_in_model(config, model)
+        with only_what_is_quantised():
+            inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:  # of layers that it knows, but not with one another
         raise InputError(
             f"adapter: PEFT cannot attach it ({first_line(error)}); change adapter.targets, adapter.modules_to_save or "

@@ -5,6 +5,7 @@ in 4 bits a copy of the frozen layer's output before that. Here ``lora_A(x)``, o
 product is added to the frozen output by the operation that computes it.
 """
 
+import sys
 import types
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch.nn.functional as F
 
 def write_once(model: torch.nn.Module) -> None:
     """For PEFT's LoRA on linear layers, also in 4 and 8 bits; everything else stays as PEFT computes it."""
-    from peft.import_utils import is_bnb_available
     from peft.tuners import lora
 
     kinds: list[type] = [lora.Linear]
-    if is_bnb_available():
+    if "bitsandbytes" in sys.modules:  # else no layer is one of its own
         kinds += [lora.Linear4bit, lora.Linear8bitLt]
     for module in list(model.modules()):
         layer: Any = module

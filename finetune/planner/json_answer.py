@@ -39,10 +39,14 @@ def record(plan: Plan, *, model: str, notes: tuple[str, ...] = ()) -> dict[str, 
         "recommended": plan.rows.index(recommendation.row) if recommendation else None,
         "reason": recommendation.reason if recommendation else None,
         "command": in_lines(recommendation.command) if recommendation else None,
-        "course": recommendation.row.memory.course if recommendation else None,
+        "course": _course(recommendation.row) if recommendation else None,
         "nearest": _nearest(plan.nearest),
         "notes": list(notes),
     }
+
+
+def _course(row: Row) -> list[tuple[str, int]]:
+    return [(phase, sum(parts.values())) for phase, parts in row.memory.course]
 
 
 def row_record(row: Row, plan: Plan, fastest: float) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class StepMemory:
     """By ``PARTS``."""
     phases: dict[str, int]
     """Peak of forward, loss, backward and step."""
-    course: tuple[tuple[str, int], ...]
-    """Phase and bytes over the step, for a picture."""
+    course: tuple[tuple[str, dict[str, int]], ...]
+    """Phase and bytes by ``PARTS`` over the step, for a picture."""
 
     @property
     def peak(self) -> int:
@@ -90,7 +90,8 @@ def step_memory(
         parts={name: round(highest.get(name, 0.0)) for name in PARTS},
         phases={phase: round(size) for phase, size in phases.items()},
         course=tuple(
-            (each.phase, round(sum(_parts(each, place, beside).values()))) for each in step.course(micro_batch)
+            (each.phase, {name: round(size) for name, size in _parts(each, place, beside).items()})
+            for each in step.course(micro_batch)
         ),
     )
 
@@ -100,7 +101,7 @@ def _parts(moment: Moment, place: Placement, beside: Mapping[str, float]) -> dic
     found = dict(beside)
     for category, size in moment.categories.items():
         if not (is_offloaded and category in ("weights", "gradients", "optimizer")):
-            part = PART_OF.get(category, "activations")  # with what a picture lifts a shallow step by
+            part = PART_OF[category]
             found[part] = found.get(part, 0.0) + size
     return found
 

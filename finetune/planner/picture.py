@@ -1,4 +1,4 @@
-"""A plot of a GPU's memory over one optimizer step, by matplotlib."""
+"""A plot of a GPU's memory over one optimizer step, by what it is for, drawn with matplotlib."""
 
 from itertools import groupby
 from pathlib import Path
@@ -7,7 +7,16 @@ from finetune.errors import InputError
 from finetune.planner.judged_rows import Row
 from finetune.units import GIB
 
-COLOURS = {"forward": "#4477aa", "loss": "#ccbb44", "backward": "#ee6677", "step": "#228833"}
+COLOURS = {
+    "weights": ("weights", "#4477aa"),
+    "optimizer": ("optimizer", "#228833"),
+    "gradients": ("gradients", "#66ccee"),
+    "activations": ("activations", "#ee6677"),
+    "loss": ("logits", "#ccbb44"),
+    "gathered": ("in transit", "#aa3377"),
+    "workspace": ("workspace", "#bbbbbb"),
+}
+"""Names in the picture and colours of the parts of a step's memory, from the lowest."""
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -36,19 +45,15 @@ def draw(row: Row, file: Path, *, title: str) -> None:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    places = list(enumerate(row.memory.course))
-    last = places[0]
-    for phase, group in groupby(places, key=lambda place: place[1][0]):
-        part = [last, *group]
-        axes.fill_between(
-            [place for place, _ in part],
-            [size / GIB for _, (_, size) in part],
-            color=COLOURS.get(phase, "#bbbbbb"),
-            alpha=0.75,
-            linewidth=0,
-            label=phase,
-        )
-        last = part[-1]
+    course = row.memory.course
+    present = [part for part in COLOURS if any(parts.get(part) for _, parts in course)]
+    areas = [[parts.get(part, 0) / GIB for _, parts in course] for part in present]
+    names, colours = zip(*(COLOURS[part] for part in present))
+    axes.stackplot(range(len(course)), areas, labels=names, colors=colours, alpha=0.8, linewidth=0)
+    for phase, group in groupby(range(len(course)), key=lambda place: course[place][0]):
+        start = next(group)
+        axes.axvline(start, color="white", linewidth=1)
+        axes.annotate(phase, (start, 0.98), (3, 0), ("data", "axes fraction"), "offset points", va="top", fontsize=9)
     there = (row.gpu.there or 0) / GIB
     axes.axhline(there, color="black", linewidth=1)
     axes.annotate(f"GPU memory: {there:.1f} GiB", (0, there), (4, 3), textcoords="offset points", fontsize=9)
@@ -60,12 +65,10 @@ def draw(row: Row, file: Path, *, title: str) -> None:
         textcoords="offset points",
         fontsize=9,
     )
-    axes.set(xlim=(0, len(places) - 1), xticks=[], ylabel="GiB", title=title)
+    axes.set(xlim=(0, len(course) - 1), xticks=[], ylabel="GiB", title=title)
     axes.set_ylim(0, 1.1 * max(there, row.memory.peak / GIB))
     axes.set_xlabel("one optimizer step, by allocation, middle layers merged into one (predicted)")
-    handles, names = axes.get_legend_handles_labels()
-    once = dict(zip(names, handles, strict=True))
-    figure.legend(once.values(), once.keys(), loc="outside right upper")
+    figure.legend(reverse=True, loc="outside right upper")
     try:
         figure.savefig(file)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from finetune.compat.peft_private import adapter_off
 from finetune.config import sections
 from finetune.config.compatibility import reference_problems
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo, reference_taken
@@ -81,8 +82,6 @@ def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences
         return Preferences(dpo, beginning.in_place, beginning.remember)
     if reference != "adapter_off":
         return Preferences(dpo)
-    from finetune.compat.peft_private import adapter_off  # PEFT takes seconds to import, and says what it looks for
-
     return Preferences(dpo, adapter_off)
 
 

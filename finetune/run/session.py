@@ -11,7 +11,7 @@ that it is closed on every path, and calls in this order::
         for step in session.steps():
             ...  # the recipe's own
             session.close_step(step, batch, losses, grad_norm, rate)
-        session.finish()
+        result = session.finish()
 """
 
 import math
@@ -49,6 +49,7 @@ from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
 from finetune.run.preflight import folder_problems, weight_files
 from finetune.run.resumption import Resumption
+from finetune.run.run_result import RunResult
 from finetune.run.screen import Screen
 from finetune.run.sizes import advice_on_memory, plan_of
 from finetune.run.trackers import Trackers
@@ -201,8 +202,7 @@ class Session:
         self._training.enter_context(self.screen)
         self.saver = checkpoint.Saver(
             self.folder,
-            rank=self.launch.rank,
-            world_size=self.launch.world_size,
+            **self.share,
             keep=self.cfg.checkpoint.keep,
             gather=self.interruption.gather,
             expected_bytes=self.checkpoint_bytes,
@@ -241,10 +241,7 @@ class Session:
         self.model.train()
         heaviest = self.batches.heaviest()
         check_memory(
-            self.accelerator,
-            self.model,
-            self.optimizer,
-            self.objective.loss_sum,
+            *(self.accelerator, self.model, self.optimizer, self.objective.loss_sum),
             lambda: self.collate(heaviest, self.accelerator.device),
             optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer),
             what=describe_batch(heaviest),
@@ -362,8 +359,8 @@ class Session:
         self.interruption.expect_the_end()
         return newest
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint, write the result and tell of it, and leave the other processes.
+    def finish(self) -> RunResult:
+        """Wait for the last checkpoint, write the result, tell of it and return it, and leave the other processes.
 
         Raises:
             RunStopped: if no step changed a weight, or the result cannot be written.
@@ -391,13 +388,11 @@ class Session:
             held_bytes=gather_object([distributed.held_bytes(self.model, self.optimizer)]),
         )
         adapter_alone = self.cfg.adapter.type != "none"
-        result.write(
-            *(self.folder, self.accelerator, self.model, self.tokenizer, self.spec, self.record, metrics),
-            adapter_alone=adapter_alone,
-            shapes=self.trained_shapes,
-        )
+        written = self.folder, self.accelerator, self.model, self.tokenizer, self.spec, self.record, metrics
+        result.write(*written, adapter_alone=adapter_alone, shapes=self.trained_shapes)
         self._training.close()
         result.tell(self.screen, self.folder, self.record, self.plan, adapter_alone=adapter_alone)
         if self.cfg.log.report and self.accelerator.is_main_process:
             self.screen.say(pages.of_finished_run(self.folder))
         distributed.finish(self.accelerator, self.launch, self.offload_folder)
+        return RunResult(self.folder)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from finetune import distributed
 from finetune.compat.fake_tensors import FakeStore, QuickFakeTensorMode, without_modes
+from finetune.compat.peft_private import import_peft
 from finetune.config.compatibility import Cell, refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
@@ -69,8 +70,7 @@ def stepped(
     Raises:
         InputError: if the setting cannot be trained, or not traced.
     """
-    import peft  # noqa: F401  # not under the ledger: libraries make constants when they are imported
-
+    import_peft()  # not under the ledger: libraries make constants when they are imported
     refuse_if_any(problems(setting, rank))
     fakes = contextlib.nullcontext() if real else QuickFakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(rounding=rounding, inside=inside if kernels else None)

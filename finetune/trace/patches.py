@@ -19,6 +19,7 @@ from finetune.compat.fake_tensors import (
     answer_replicas,
     without_modes,
 )
+from finetune.compat.peft_private import import_peft
 from finetune.trace.powers import CONSTANT, PARTS
 from finetune.trace.shallow import MORE_PARTS
 from finetune.training import loss
@@ -70,8 +71,7 @@ def storages_tell_their_size(tell: Callable[[torch.UntypedStorage], None]) -> co
 def libraries_take_fakes() -> Iterator[None]:
     """Everything that each library needs while a model is built, prepared and trained on fake tensors."""
     # PEFT and Accelerate import the like of these when they are first used: a constant of theirs would stay fake
-    import peft  # noqa: F401
-
+    import_peft()
     from finetune.compat import bitsandbytes_private, transformers_private
     from finetune.models import document_attention
     from finetune.trace.building import Params4bit

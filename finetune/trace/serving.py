@@ -20,6 +20,7 @@ from typing import Any
 
 from finetune.cache import key_of
 from finetune.compat import fake_tensors, traced_engine
+from finetune.compat.peft_private import import_peft
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError, first_line
 from finetune.models.loading import config_from, without_weights
@@ -47,7 +48,7 @@ def answers_to(question: Mapping[str, Any], *, may_trace_here: bool = False) -> 
     if question["what"] == "anatomy":
         yield _anatomy(question["model"])
         return
-    import peft  # noqa: F401  # a second that each trace would take, where this process has not imported it
+    import_peft()  # a second that each trace would take, where this process has not done it
 
     jobs, here = list(question["jobs"]), []
     if may_trace_here and len(jobs) >= MANY:

@@ -144,17 +144,23 @@ class Step:
                 yield Moment(phase, _between(low[place], high[place], self.ratio))
 
     def course(self, micro_batch: MicroBatch) -> Iterator[Moment]:
-        """Moments of the lower depth's step in their order, as they are in the whole model: for a picture."""
-        lifts = {}
+        """Moments of the lower depth's step in their order, as they are in the whole model: for a picture.
+
+        Each is lifted by what the highest one of its span holds more in the whole model, of each category.
+        """
+        lifts: dict[Place, dict[str, float]] = {}
         shared = self._shared
         low, high = (_highest(depth, shared, micro_batch) for depth in (self.low, self.high))
         for place in low.keys() & high.keys():
-            lifts[place] = (sum(high[place].values()) - sum(low[place].values())) * self.ratio
+            whole = _between(low[place], high[place], self.ratio)
+            lifts[place] = {name: size - low[place].get(name, 0.0) for name, size in whole.items()}
         for span, places in _placed(self.low, shared):
-            lift = next((lifts[place] for place in places if place in lifts), 0.0)
+            lift: dict[str, float] = next((lifts[place] for place in places if place in lifts), {})
             for held in span.moments:
                 if phase := _phase(span.phase, micro_batch):
-                    yield Moment(phase, by_category(held, micro_batch) | {"": lift})
+                    found = by_category(held, micro_batch)
+                    names = found.keys() | lift.keys()
+                    yield Moment(phase, {name: found.get(name, 0.0) + lift.get(name, 0.0) for name in names})
 
     def trained(self) -> dict[tuple[int, ...], int]:
         """Shapes of the trained weights, whole, and how many there are of each."""
