@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from finetune.cli import commands
 from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.errors import InputError, RunStopped
-from finetune.export import adapted_model, comparison
+from finetune.export import adapted_model, adapter_source, comparison
 from finetune.export import merge as merging
 from finetune.export.merge import merge
 from finetune.models import loading, quantization
@@ -304,7 +305,7 @@ def test_4_bit_run_merges_onto_the_original_weights_and_tells_the_quantisation_e
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in theirs)
     assert result["difference"]["mean_kl"] > 1e-4
     assert "includes the error of the base's 4-bit weights" in merging.describe(result)
-    assert "Verdict: " in merging.describe(result)
+    assert "The merged model answers as the adapter did: " in merging.describe(result)
 
 
 def test_8_bit_run_is_merged_onto_weights_within_half_a_step_of_the_original_ones(
@@ -354,48 +355,71 @@ def test_fp32_merge_of_a_bf16_run_is_equal_and_a_bf16_merge_is_rounded(
     run = train("bf16", model=base_in_bf16, quantization__bits=bits)
     exact, rounded = (merge(run, tmp_path / dtype, dtype=dtype) for dtype in ("fp32", "bf16"))
     assert exact["difference"]["largest_logit"] < 1e-5 < 1e-3 < rounded["difference"]["largest_logit"]
-    assert exact["verdict"] == "equal"
-    assert "Verdict: the same model (at most 1e-06 nats per token apart)." in merging.describe(exact)
+    assert (exact["verdict"], exact["rounding_kl"]) == ("equal", None)
+    assert rounded["rounding_kl"] == pytest.approx(rounded["difference"]["mean_kl"], rel=1e-3)
+    assert "The merged model answers as the adapter did: " in merging.describe(exact)
+    assert "of which bf16 rounding alone makes" in " ".join(merging.describe(rounded).split())
     assert "includes" not in merging.describe(exact)
 
 
 @pytest.mark.parametrize(
-    ("kl", "bits", "verdict"),
+    ("kl", "bits", "onto", "rounding", "verdict"),
     [
-        (1e-6, None, "equal"),
-        (2e-6, 4, "rounded"),
-        (0.05, 4, "rounded"),
-        (0.051, 4, "different"),
-        (0.2, 8, "rounded"),
-        (0.26, 8, "different"),
-        (math.nan, None, "different"),
+        (1e-6, None, "original", None, "equal"),
+        (9e-5, None, "original", None, "rounded"),  # in fp32, by the order of sums
+        (2e-4, None, "original", None, "different"),
+        (1.9e-3, 4, "dequantized", 1e-3, "rounded"),
+        (2.1e-3, 4, "dequantized", 1e-3, "different"),  # more than rounding makes
+        (0.051, 4, "dequantized", 0.05, "different"),  # rounding alone makes it another model
+        (0.049, 4, "original", 1e-3, "rounded"),
+        (0.051, 4, "original", 1e-3, "different"),
+        (0.2, 8, "dequantized", None, "rounded"),
+        (0.26, 8, "dequantized", None, "different"),
+        (math.nan, None, "original", 1e-3, "different"),
     ],
 )
-def test_verdict_says_what_a_difference_means(kl: float, bits: int | None, verdict: str):
-    assert merging.verdict(comparison.Difference(1, 0.0, 0.0, kl, 1.0), bits) == verdict
-
-
-def test_fp32_weights_that_a_bf16_run_rounded_are_told_as_a_part_of_the_difference(
-    train: Callable[..., Path], tmp_path: Path
+def test_verdict_says_what_a_difference_means(
+    kl: float, bits: int | None, onto: str, rounding: float | None, verdict: str
 ):
-    result = merge(train("bf16"), tmp_path / "merged", dtype="fp32")
-    assert "includes the rounding of the base's float32 weights to bfloat16" in merging.describe(result)
+    limit = merging.largest_kl(SimpleNamespace(bits=bits), onto, rounding)  # type: ignore[arg-type]
+    assert merging.verdict(comparison.Difference(1, 0.0, 0.0, kl, 1.0), limit) == verdict
 
 
-def test_models_are_compared_in_fp32_and_keep_their_weights(base_in_bf16: Path):
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_merge_in_fp32_is_no_worse_than_one_in_bf16_where_the_base_is_stored_in_fp32(
+    kind: str, train: Callable[..., Path], tmp_path: Path
+):
+    run = train("bf16", adapter__type=kind, adapter__modules_to_save=["embed_tokens"])
+    exact, rounded = (merge(run, tmp_path / dtype, dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert exact["verdict"] == "equal"
+    assert rounded["rounding_kl"] == pytest.approx(rounded["difference"]["mean_kl"], rel=1e-3)
+    assert rounded["difference"]["mean_kl"] > 10 * exact["difference"]["mean_kl"]
+
+
+def test_a_model_that_was_rounded_while_it_computed_is_as_before(lora: Path, rows: list[list[int]]):
+    source = adapter_source.read(lora, base_model=None, bits=None)
+    model, text = adapted_model.load_as_trained(source), comparison.Text("rows", rows)
+    before = list(comparison.logits(model, text))
+    with adapted_model.rounding_to(model, torch.bfloat16):
+        rounded = list(comparison.logits(model, text))
+    assert not all(map(torch.equal, before, rounded))
+    assert all(map(torch.equal, before, comparison.logits(model, text)))
+
+
+def test_models_are_compared_in_fp32_and_keep_their_weights(base_in_bf16: Path, monkeypatch: pytest.MonkeyPatch):
     """One module at a time is in fp32, so that no more memory than the weights' own is needed."""
     text = comparison.Text("any", [[5, 6, 7, 8]])
     model = AutoModelForCausalLM.from_pretrained(base_in_bf16, dtype=torch.bfloat16)
     wide = 0
 
-    def count(layer: torch.nn.Module, *_: Any) -> None:
+    def computed(layer: torch.nn.Module, values: torch.Tensor) -> torch.Tensor:
         nonlocal wide
         wide = max(wide, len({id(p) for p in model.parameters() if p.dtype == torch.float32}))
+        return torch.nn.functional.linear(values, layer.weight, layer.bias)
 
-    for layer in [module for module in model.modules() if type(module) is torch.nn.Linear]:
-        layer.register_forward_pre_hook(count)
-        layer.register_forward_hook(count)
-    (found,) = comparison.logits(model, text)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.Linear, "forward", computed)
+        (found,) = comparison.logits(model, text)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert wide == 1
     (expected,) = comparison.logits(model.float(), text)
@@ -615,8 +639,10 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("broken")
 def test_wrong_merge_is_refused_by_its_divergence_and_leaves_nothing(tied_base: Path, tmp_path: Path):
-    adapter = build_adapter(tmp_path / "adapter", tied_base, size=0.4)
-    with pytest.raises(RunStopped, match=r"mean KL divergence .* nats per token .*Nothing was written") as error:
+    adapter = build_adapter(tmp_path / "adapter", tied_base)
+    with pytest.raises(
+        RunStopped, match=r"does not answer as .* nats per token apart, of which .* Nothing was"
+    ) as error:
         merge(adapter, tmp_path / "merged")
     assert "--dtype fp32" in str(error.value)
     assert_nothing_left(tmp_path / "merged")
@@ -706,9 +732,9 @@ def test_command_ends_with_2_for_wrong_input_and_with_1_for_a_wrong_merge(
 ):
     assert commands.main(["merge", str(tmp_path / "no"), "--output", str(tmp_path / "merged")]) == 2
     assert capsys.readouterr().err.startswith("error: There is no folder")
-    monkeypatch.setattr(merging, "LARGEST_KL", 0.0)
+    monkeypatch.setattr(merging, "LARGEST_KL", 0.0)  # whatever a merge does is too much
     assert commands.main(["merge", str(lora), "--output", str(tmp_path / "merged")]) == 1
-    assert "error: The merged model differs from the adapted one" in capsys.readouterr().err
+    assert "error: The merged model does not answer as the adapter did" in capsys.readouterr().err
     assert_nothing_left(tmp_path / "merged")
 
 

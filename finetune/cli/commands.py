@@ -213,7 +213,7 @@ def _merge(options: argparse.Namespace) -> int:
         say=lambda line: print(line, file=sys.stderr),
     )
     print(json.dumps(result, indent=2) if options.json else describe(result))
-    return 0
+    return 1 if result["verdict"] == "different" else 0
 
 
 def _data(options: argparse.Namespace) -> int:
@@ -236,7 +236,7 @@ def _data(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from finetune.cli.plan_verb import Shown, show
-    from finetune.planner.written import Options
+    from finetune.cli.planning.written import Options
 
     return show(
         options.others,

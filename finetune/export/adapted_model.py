@@ -6,6 +6,8 @@ formats have, and stay in fp32 until they are rounded.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,14 +24,53 @@ from finetune.units import GIB
 def load_as_trained(source: AdapterSource) -> PreTrainedModel:
     """The base with the values that training computed with, and the unmerged adapter in fp32.
 
-    4-bit weights are those values, dequantised to the dtype of training, which takes as much memory as merging does.
-    8-bit layers stay as they are, since they round what comes in as well.
+    Weights that are not quantised are the stored ones. 4-bit weights are dequantised to the dtype of training, which
+    takes as much memory as merging does. 8-bit layers stay as they are, since they round what comes in as well.
     """
-    model = _load_base(source, source.bits, source.dtype)
+    model = _load_base(source, source.bits, source.dtype if source.bits else models.stored_dtype(source.config))
     if source.bits == 4:
         _dequantize(model)
     _attach(model, source)
     return on_device(model)
+
+
+@contextmanager
+def rounding_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """While a module computes, its weights are what a merge in this dtype would store; afterwards they are restored.
+
+    So the unmerged model shows what rounding alone does. Not for 8-bit layers.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def weights_of(module: Any) -> list[torch.nn.Parameter]:
+        own = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        return [weight for weight in own.parameters(recurse=False) if weight.is_floating_point()]
+
+    def narrow(module: Any, _: Any) -> None:
+        for weight in weights_of(module):
+            kept[weight] = weight.data
+            weight.data = weight.data.to(torch.float32, copy=True)
+        if module in layers:
+            module.merge()
+        for weight in weights_of(module):
+            weight.data = weight.data.to(dtype)
+
+    def restore(module: Any, *_: Any) -> None:
+        for weight in weights_of(module):
+            weight.data = kept.pop(weight)
+        if module in layers:
+            module.merged_adapters.clear()
+
+    layers = {module for module in model.modules() if isinstance(module, BaseTunerLayer)}
+    inside = {part for layer in layers for part in layer.modules()} - layers
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module not in inside:
+                hooks.callback(module.register_forward_pre_hook(narrow).remove)
+                hooks.callback(module.register_forward_hook(restore).remove)
+        yield
 
 
 def load_to_answer(source: AdapterSource, dtype: torch.dtype) -> PreTrainedModel:

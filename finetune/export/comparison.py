@@ -168,7 +168,8 @@ def _computing_in_fp32(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(widen).remove)
-            hooks.callback(module.register_forward_hook(restore).remove)
+            # before hooks that were there: what is undone last is what was done first
+            hooks.callback(module.register_forward_hook(restore, prepend=True).remove)
         yield
 
 
