@@ -31,13 +31,13 @@ from benchmarks import (
     trl_reference,
 )
 from benchmarks.tables import PARTS, recorded, with_part
-from finetune.cli import commands, setup_options, talk_options, train_options
+from finetune.cli import commands, export_options, setup_options, talk_options, train_options
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
 from finetune.config.recipe_classes import class_of
 from finetune.data import formats
-from finetune.optim.optimizer_state import Trained, state_tensors
+from finetune.planner.optimizer_state import Trained, state_tensors
 from recipes import pretrain
 from recipes.sft import Config
 
@@ -220,6 +220,7 @@ def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         setup_options: ["_init", "_doctor"],
         talk_options: ["_generate", "_chat"],
         train_options: ["_train"],
+        export_options: ["_export"],
     }
     for module, name in [(module, name) for module, names in verbs.items() for name in names]:
         monkeypatch.setattr(module, name, lambda options: taken.append(options) or 0)

@@ -183,7 +183,7 @@ def test_preferences_are_compared_with_the_adapter_that_training_begins_with(sav
     config, launch = configured("--adapter.from", str(saved_by_peft[0])), Strategy("single", 0, 1, 1, "no", True)
     assert caches_reference(config, Dpo(), launch)
     assert not caches_reference(configured("--adapter.type", "lora"), Dpo(), launch)
-    assert any("adapter.from" in each for each in pair_problems(config, Dpo(reference="adapter_off")))
+    assert any("adapter.from" in each for each in pair_problems(config, Dpo(reference="adapter_off"), launch))
 
 
 def test_a_head_that_was_trained_apart_from_the_embeddings_it_shares_weights_with_is_refused(

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from finetune import __version__
 from finetune.cli.evaluate_options import add_evaluate
+from finetune.cli.export_options import add_export
 from finetune.cli.report_verb import add_report
 from finetune.cli.setup_options import add_doctor, add_init
 from finetune.cli.talk_options import add_chat, add_generate
@@ -57,6 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_doctor(verbs)
     add_train(verbs)
     _add_merge(verbs)
+    add_export(verbs)
     add_generate(verbs)
     add_chat(verbs)
     add_evaluate(verbs)
@@ -236,7 +238,7 @@ def _data(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from finetune.cli.plan_verb import Shown, show
-    from finetune.cli.planning.written import Options
+    from finetune.planner.written import Options
 
     return show(
         options.others,

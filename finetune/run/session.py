@@ -202,7 +202,8 @@ class Session:
         self._training.enter_context(self.screen)
         self.saver = checkpoint.Saver(
             self.folder,
-            **self.share,
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
             keep=self.cfg.checkpoint.keep,
             gather=self.interruption.gather,
             expected_bytes=self.checkpoint_bytes,
