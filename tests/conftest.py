@@ -17,8 +17,8 @@ from plan_models import ArithmeticTracer
 from ranks import Ranks
 from recording import Recorder
 
+from finetune.cli.planning import asked
 from finetune.data import template_process
-from finetune.planner import asked
 
 STARTING_PROCESSES = {
     "test_adapters",

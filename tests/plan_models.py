@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.planner.model import Model
-from finetune.planner.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT, Power
@@ -63,9 +63,6 @@ class ArithmeticTracer:
     @property
     def anatomy(self) -> Anatomy:
         return self.llama.anatomy
-
-    def knows(self, setting: Setting) -> bool:
-        return key_setting(setting) in self._steps
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         new = [key for key in dict.fromkeys(map(key_setting, settings)) if key not in self._steps]

@@ -37,7 +37,7 @@ from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
 from finetune.config.recipe_classes import class_of
 from finetune.data import formats
-from finetune.planner.optimizer_state import Trained, state_tensors
+from finetune.optim.optimizer_state import Trained, state_tensors
 from recipes import pretrain
 from recipes.sft import Config
 

@@ -13,7 +13,7 @@ from ranks import ROOT, STRATEGY_FILES
 
 from benchmarks import gpu_qlora, plan_accuracy
 from finetune.cli import commands
-from finetune.planner.machine import gpus_here
+from finetune.cli.planning.machine import gpus_here
 from recipes import sft
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -15,7 +15,7 @@ from finetune import hub_access
 from finetune.data.sources import Source, identity, read
 from finetune.errors import InputError
 from finetune.models import loading as models
-from finetune.planner.model_config import read_config
+from finetune.models.model_config import read_config
 
 COMMIT = "0" * 40
 ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
@@ -207,6 +207,6 @@ def test_plan_takes_a_config_from_the_hub_and_what_the_cache_knows_from_a_hub_th
     for name in ("silent", "busy"):
         put_into_cache(tmp_path, name)
     read = "    print(read_config(f'owner/{name}'), time.monotonic() - began < 5)\n"
-    code = "from finetune.planner.model_config import read_config\n"
+    code = "from finetune.models.model_config import read_config\n"
     code += f"for name in ('good', 'busy', 'silent'):\n    began = time.monotonic()\n{read}"
     assert said(endpoint, tmp_path, code) == ["{} True"] * 3

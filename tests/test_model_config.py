@@ -14,8 +14,7 @@ from transformers import CONFIG_MAPPING
 from finetune.errors import InputError
 from finetune.models import quantization
 from finetune.models.loading import config_from, without_weights
-from finetune.planner.model import published_bits
-from finetune.planner.model_config import read_config
+from finetune.models.model_config import published_bits, read_config
 from finetune.trace.anatomy import anatomy_of
 from finetune.trace.layers import Anatomy
 
@@ -123,7 +122,7 @@ def test_a_config_of_the_hub_is_read_from_its_cache_without_a_connection_and_wit
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots" / commit / "config.json").write_text('{"model_type": "llama"}')
     program = (
-        "import sys; from finetune.planner.model_config import read_config; print(read_config('owner/name')); "
+        "import sys; from finetune.models.model_config import read_config; print(read_config('owner/name')); "
         "assert not {'torch', 'transformers', 'accelerate', 'peft'} & set(sys.modules)"
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -9,7 +9,7 @@ import scenarios
 import torch
 from full_trace import full_trace
 
-from finetune.trace.probe import probe
+from finetune.cli.planning.probe import probe
 from finetune.trace.setting import Setting
 from finetune.training import loss, step
 from recipes import sft

@@ -9,6 +9,9 @@ import pytest
 import tiny
 from plan_models import arithmetic, config_named
 
+from finetune.cli.planning.asked import asked
+from finetune.cli.planning.launch_command import launch_command
+from finetune.cli.planning.written import Options
 from finetune.config.compatibility import STRATEGIES
 from finetune.config.dpo_section import Dpo
 from finetune.config.recipe_classes import PairedRun, class_of
@@ -21,11 +24,9 @@ from finetune.data.sources import Source
 from finetune.distributed import Strategy
 from finetune.errors import BadRow, InputError
 from finetune.hardware.cards import parse_gpus
-from finetune.planner.asked import asked
-from finetune.planner.launch_command import launch_command
 from finetune.planner.memory import needed_bytes
 from finetune.planner.nearest import nearest_that_fits
-from finetune.planner.written import Options
+from finetune.planner.question import question_about
 from finetune.run.pairs import caches_reference, pair_problems
 from finetune.trace.setting import Setting
 from recipes.dpo import Config
@@ -285,7 +286,8 @@ def test_plan_reads_the_reference_of_a_configuration_and_caches_it_where_the_cop
             question.machines.gpu, memory_gib=(needed_bytes(without, start) + needed_bytes(copy, start)) / 2 / 2**30
         ),
     )
-    found = nearest_that_fits(LLAMA_8B, start, between, mean_document_tokens=512)
+    asked_about = question_about(LLAMA_8B, start, between, mean_document_tokens=512)
+    found = nearest_that_fits(asked_about, start)
     assert found is not None
     assert found.changes == {"dpo.reference": "cached"}
 

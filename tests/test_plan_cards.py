@@ -12,21 +12,22 @@ import pytest
 import torch
 from full_trace import full_trace
 
+from finetune.cli.planning.asked import asked
+from finetune.cli.planning.reasons import reasons
+from finetune.cli.planning.written import Options
 from finetune.config.refusals import packing_problems
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError
 from finetune.hardware.cards import known_gpus, parse_gpus, precision_problem
+from finetune.hardware.rates import rates_of
 from finetune.models.loading import config_from
-from finetune.planner.asked import asked
+from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import judged
 from finetune.planner.memory import host_bytes, step_memory
 from finetune.planner.model import Model
 from finetune.planner.question import question_about
-from finetune.planner.rates import rates_of
-from finetune.planner.reasons import reasons
 from finetune.planner.speed import StepTime, pass_of, step_time
-from finetune.planner.written import Options
 from finetune.trace.depth import trace_depth
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.layers import Anatomy
@@ -193,7 +194,7 @@ def test_an_optimizer_on_the_host_takes_one_thread_of_each_process(strategy: str
     """Masters and both moments are read and written, gradients read, in fp32: 28 bytes of a weight, at 11 GB/s."""
     setting = Setting(strategy=strategy, world_size=2, row_tokens=64)
     with Tracer(LLAMA, row_tokens=64, folder=tmp_path) as tracer:
-        step = Model(LLAMA, tracer).step(setting)
+        step = tracer.step(setting)
     weights = sum(count * math.prod(shape) for shape, count in step.trained().items())
     times = [predicted(step, setting, gpus).parts.optimizer for gpus in ("2xH100", "2x1xH100")]
     assert times[0] == times[1]  # no process takes another's time
@@ -206,7 +207,7 @@ def test_who_offloads_is_told_of_the_threads_of_the_host(strategy: str, is_told:
         setting = replace(SETTING, strategy=strategy)
         question = question_about(Model(LLAMA, tracer), setting, parse_gpus("1xH100"), mean_document_tokens=TOKENS)
         row = judged(question, setting)
-        assert any("OMP_NUM_THREADS=N" in sentence for sentence in reasons(question, row, [row])) == is_told
+        assert any("OMP_NUM_THREADS=N" in sentence for sentence in reasons(Plan(question, (row,), (), None))) == is_told
 
 
 def test_what_is_offloaded_comes_to_lie_beside_the_weights_that_are_read():

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_models import arithmetic
 
+from finetune.cli.planning.launch_command import in_lines, launch_command
+from finetune.cli.planning.reasons import reasons
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES, Cell, refusal
 from finetune.errors import InputError
@@ -17,13 +19,12 @@ from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, why_not
 from finetune.planner.choose import plan
 from finetune.planner.judged_rows import Need, Row, judged, verdict
-from finetune.planner.launch_command import in_lines, launch_command
 from finetune.planner.memory import PARTS, StepMemory, needed_bytes
-from finetune.planner.model import traced_setting
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import METHODS, Question
 from finetune.trace.placement import placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
+from finetune.trace.tracer import key_setting
 from recipes.sft import Config
 
 GIB = 2**30
@@ -46,7 +47,7 @@ def row_of(asked: Question, setting: Setting, size: float) -> Row:
         gpu=Need("GPU memory", int(size), int(asked.machines.gpu.memory_gib * GIB)),
         host=Need("host memory", GIB, asked.host_bytes),
         disk=Need("disk", GIB, asked.disk_bytes),
-        time=asked.model.time(setting, asked.machines, mean_document_tokens=asked.mean_document_tokens),
+        time=asked.model.time(setting, asked.machines, mean_document_tokens=asked.attended(setting)),
     )
 
 
@@ -91,9 +92,8 @@ def test_verdict_changes_at_nine_tenths_and_at_all_of_the_memory(needed: int, sa
 
 
 def test_memory_that_is_not_known_is_no_obstacle_and_one_that_is_too_small_is():
-    setting = question().setting("single", METHODS["full"], False, 1)
     asked = question("1xH100")
-    setting = replace(setting, world_size=1)
+    setting = asked.ways(asked.base, checkpointing=False)[0]
     assert row_of(asked, setting, GIB).verdict == "fits"
     assert row_of(replace(asked, host_bytes=GIB - 1), setting, GIB).verdict == "does not fit"
     assert row_of(replace(asked, disk_bytes=GIB), setting, GIB).verdict == "tight"
@@ -103,7 +103,7 @@ def test_memory_that_is_not_known_is_no_obstacle_and_one_that_is_too_small_is():
 def test_what_a_gpu_needs_beside_its_allocator_counts():
     """A card that holds the peak and no more must not be called large enough."""
     asked = question("1xH100", batch=1, methods=(METHODS["full"],))
-    setting = asked.setting("single", METHODS["full"], False, 1)
+    setting = asked.ways(asked.base, checkpointing=False)[0]
     peak = SMALL.memory(setting, mean_document_tokens=2048).peak
     card = replace(asked.machines.gpu, memory_gib=1.01 * peak / GIB)
     too_small = replace(asked, machines=replace(asked.machines, gpu=card))
@@ -114,12 +114,12 @@ def test_what_a_gpu_needs_beside_its_allocator_counts():
 
 def every_setting(asked: Question) -> list[Setting]:
     return [
-        asked.setting(strategy, method, checkpointing, size)
+        setting
         for strategy in asked.strategies
         for method in asked.methods
-        if why_not(asked, strategy, method) is None
+        if why_not(asked.model, base := replace(asked.base, strategy=strategy, **method._asdict())) is None
         for checkpointing in asked.checkpointing
-        for size in asked.micro_batch_sizes
+        for setting in asked.ways(base, checkpointing=checkpointing)
     ]
 
 
@@ -152,8 +152,8 @@ def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth
     for accepted in ("fits", "tight"):
         fitting = [row for row in rows if row.verdict == accepted]
         if fitting:
-            assert answer.recommendation is not None
-            best = answer.recommendation.row
+            assert answer.best is not None
+            best = answer.best
             assert best.verdict == accepted
             if accepted == "fits":
                 on_gpu = [row for row in fitting if not row.offloads]
@@ -161,14 +161,14 @@ def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth
                 fastest = max(row.time.tokens_per_second for row in on_gpu or fitting)
                 assert best.time.tokens_per_second >= (1 - SAME_SPEED) * (1 - SAME_SETTING_SPEED) * fastest
             return
-    assert answer.recommendation is None
+    assert answer.best is None
 
 
 def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloaded_one_is_named():
     asked = question("1x24GB", batch=16, model=LLAMA_8B)
     answer = plan(asked)
-    assert answer.recommendation is not None
-    best, reason = answer.recommendation.row, answer.recommendation.reason
+    assert answer.best is not None
+    best, reason = answer.best, " ".join(reasons(answer))
     speed = best.time.tokens_per_second
     fitting = [row for row in answer.rows if row.verdict == "fits"]
     counted = [row for row in fitting if not row.offloads]
@@ -185,7 +185,7 @@ def test_all_rows_of_an_answer_are_traced_together_and_what_recomputes_only_wher
     asked = question(model=arithmetic("smollm2-135m"))
     rows, _ = candidates(asked)
     [together] = asked.model.tracer.rounds
-    traced = {traced_setting(row.setting) for row in rows}
+    traced = {key_setting(row.setting) for row in rows}
     assert {(each.strategy, each.adapter, each.bits) for each in together} == {
         (each.strategy, each.adapter, each.bits) for each in traced
     }
@@ -206,7 +206,7 @@ def test_a_false_fit_would_be_seen(forgets: str, monkeypatch: pytest.MonkeyPatch
     asked = question("1xT4", batch=16, base=Setting(row_tokens=2048, precision="fp16"))
     assert all(row.verdict == "fits" for row in candidates(asked, judge)[0])
     if forgets == "bisection":
-        monkeypatch.setattr(module_of_candidates, "_that_fit", lambda settings, row: len(settings))
+        monkeypatch.setattr(module_of_candidates, "bisect_left", lambda settings, *_, **__: len(settings))
         assert any(row.verdict != "fits" for row in candidates(asked, judge)[0])
     else:
         monkeypatch.setattr(Row, "verdict", "fits")
@@ -218,7 +218,7 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
     asked = question(gpus, batch=24)
     rows, left_out = candidates(asked)
     world_size = asked.machines.world_size
-    found = {(row.setting.strategy, row.method) for row in rows}
+    found = {(row.setting.strategy, row.setting.method) for row in rows}
     assert not found & {(each.strategy, each.method) for each in left_out}
     for strategy in STRATEGIES:
         for method in METHODS.values():
@@ -252,7 +252,7 @@ def test_quantised_weights_of_a_published_model_are_not_trained():
     published = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
     asked = question(model=arithmetic("smollm2-135m", quantization_config=published))
     answer = plan(asked)
-    assert {row.method for row in answer.rows} == {METHODS["qlora"]}
+    assert {row.setting.method for row in answer.rows} == {METHODS["qlora"]}
     assert "published in 4 bits" in next(each.why for each in answer.impossible if each.method == METHODS["full"])
     assert "--quantization.bits" not in in_lines(launch_command(asked, answer.rows[0].setting))
 

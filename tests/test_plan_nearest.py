@@ -1,7 +1,7 @@
 """Where a setting does not fit: the nearest one that does, by the fewest and mildest changes."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +10,12 @@ from plan_models import arithmetic
 from test_plan_choose import GIB, LLAMA_8B, SMALL, row_of
 
 from finetune.hardware.cards import parse_gpus
-from finetune.planner.judged_rows import Row
+from finetune.planner.candidates import Judge
+from finetune.planner.judged_rows import Row, judged
 from finetune.planner.memory import needed_bytes
-from finetune.planner.nearest import nearest_that_fits
-from finetune.planner.question import Question
+from finetune.planner.model import Model
+from finetune.planner.nearest import Nearest, nearest_that_fits
+from finetune.planner.question import Question, question_about
 from finetune.trace.setting import Setting
 
 CHANGES = {
@@ -28,6 +30,11 @@ CHANGES = {
 }
 
 
+def nearest(model: Model, start: Setting, gpus: str, judge: Judge = judged, **known: int) -> Nearest | None:
+    asked = question_about(model, start, parse_gpus(gpus), mean_document_tokens=start.row_tokens)
+    return nearest_that_fits(replace(asked, **known), start, judge)  # type: ignore[arg-type]
+
+
 @settings(max_examples=40, deadline=None)
 @given(needed=st.sets(st.sampled_from(sorted(CHANGES))))
 def test_nearest_that_fits_changes_what_is_needed_and_nothing_else(needed: set[str]):
@@ -38,7 +45,7 @@ def test_nearest_that_fits_changes_what_is_needed_and_nothing_else(needed: set[s
     def judge(asked: Question, setting: Setting) -> Row:
         return row_of(asked, setting, 10 * GIB if all(CHANGES[key](setting) for key in needed) else 100 * GIB)
 
-    found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
+    found = nearest(SMALL, start, "4xH100", judge)
     assert found is not None
     assert set(found.changes) | ({"strategy"} if found.strategy else set()) == needed
     assert found.row.setting.micro_batch_size * found.row.setting.accumulation == 4
@@ -54,7 +61,7 @@ def test_a_milder_change_is_proposed_before_a_harsher_one():
         enough = setting.micro_batch_size <= 2 or setting.adapter == "lora" or setting.row_tokens < 2048
         return row_of(asked, setting, GIB if enough else 100 * GIB)
 
-    found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
+    found = nearest(SMALL, start, "4xH100", judge)
     assert found is not None
     assert (found.changes, found.strategy) == ({"train.micro_batch_size": "2"}, None)
 
@@ -76,7 +83,7 @@ def test_harsher_changes_are_made_only_where_all_milder_ones_are_not_enough():
         def judge(asked: Question, setting: Setting, enough: list[str] = enough) -> Row:
             return row_of(asked, setting, 10 * GIB if any(CHANGES[key](setting) for key in enough) else 100 * GIB)
 
-        found = nearest_that_fits(SMALL, start, parse_gpus("4xH100"), judge=judge)
+        found = nearest(SMALL, start, "4xH100", judge)
         assert found is not None
         assert [*found.changes, *(["strategy"] if found.strategy else [])] == [mildest]
 
@@ -85,7 +92,7 @@ def test_harsher_changes_are_made_only_where_all_milder_ones_are_not_enough():
 @pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3_offload", "zero3_nvme"])
 def test_nearest_to_what_needs_too_much_host_memory_stays_on_the_gpus(strategy: str, precision: str):
     start = Setting(strategy, 8, row_tokens=2048, micro_batch_size=2, precision=precision)
-    found = nearest_that_fits(LLAMA_8B, start, parse_gpus("8xH100"), host_bytes=40 * GIB)
+    found = nearest(LLAMA_8B, start, "8xH100", host_bytes=40 * GIB)
     assert found is not None
     assert not found.row.offloads
     assert found.strategy not in (None, "hsdp")
@@ -93,7 +100,7 @@ def test_nearest_to_what_needs_too_much_host_memory_stays_on_the_gpus(strategy: 
 
 
 def test_nearest_says_what_bf16_weights_give_up():
-    found = nearest_that_fits(LLAMA_8B, Setting(row_tokens=2048), parse_gpus("1xH100"))
+    found = nearest(LLAMA_8B, Setting(row_tokens=2048), "1xH100")
     assert found is not None
     assert found.changes["train.weights"] == "bf16"
     assert any("no fp32 master copy" in sentence for sentence in found.given_up)
@@ -103,13 +110,12 @@ def test_nearest_that_fits_is_none_where_nothing_does():
     def judge(asked: Question, setting: Setting) -> Row:
         return row_of(asked, setting, 1000 * GIB)
 
-    assert nearest_that_fits(SMALL, Setting(row_tokens=2048), parse_gpus("1xH100"), judge=judge) is None
+    assert nearest(SMALL, Setting(row_tokens=2048), "1xH100", judge) is None
 
 
 def test_nearest_of_an_8b_model_fits():
     start = Setting("ddp", 8, row_tokens=4096, micro_batch_size=4, accumulation=2)
-    machines = parse_gpus("8xH100")
-    found = nearest_that_fits(LLAMA_8B, start, machines)
+    found = nearest(LLAMA_8B, start, "8xH100")
     assert found is not None
     memory = LLAMA_8B.memory(found.row.setting, mean_document_tokens=4096)
     assert needed_bytes(memory, found.row.setting) <= 0.9 * 79.1 * GIB
@@ -121,5 +127,5 @@ def test_nearest_of_an_8b_model_fits():
 def test_what_is_tried_in_place_of_a_setting_that_does_not_fit_is_traced_together():
     model = arithmetic("llama-3.1-8b")
     start = Setting("ddp", 8, row_tokens=4096, micro_batch_size=4, accumulation=2)
-    assert nearest_that_fits(model, start, parse_gpus("8x12GB")) is not None
+    assert nearest(model, start, "8x12GB") is not None
     assert {each.strategy for each in model.tracer.rounds[0]} == {"fsdp2", "zero1", "zero2", "zero3"}

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from plan_models import arithmetic
 from test_plan_choose import question, row_of
 
+from finetune.cli.planning.largest_term import STATE, TERMS, levers, sentence
+from finetune.cli.planning.launch_command import in_lines, launch_command
+from finetune.cli.planning.reasons import reasons
 from finetune.config.compatibility import STRATEGIES
 from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import fastest
-from finetune.planner.choose import plan, why_nothing_fits
+from finetune.planner.choose import plan
 from finetune.planner.judged_rows import Row, judged
-from finetune.planner.largest_term import STATE, TERMS, levers, sentence
-from finetune.planner.launch_command import in_lines
 from finetune.planner.preference import SIMPLEST_FIRST, in_order
 from finetune.planner.question import METHODS, Question
 from finetune.planner.speed import Parts, StepTime
@@ -70,7 +71,7 @@ def test_16_bits_come_before_4_where_speeds_are_equal_and_what_is_trained_is_dec
         row_at("ddp", 950, adapter="lora"),
         row_at("ddp", 940, adapter="none"),
     ]
-    assert [row.method.text for row in in_order(rows, base)] == ["LoRA", "full", "QLoRA"]
+    assert [row.setting.method.text for row in in_order(rows, base)] == ["LoRA", "full", "QLoRA"]
 
 
 def test_setting_without_checkpointing_and_with_a_small_micro_batch_is_taken_where_speeds_are_equal(
@@ -86,10 +87,11 @@ def test_setting_without_checkpointing_and_with_a_small_micro_batch_is_taken_whe
         is_too_large = setting.micro_batch_size == 8 and not setting.activation_checkpointing
         return row_of(asked, setting, 100 * GIB if is_too_large else GIB)
 
+    asked = question()
     monkeypatch.setattr(module_of_candidates, "_tokens_per_second", speed)
     for slow, chosen in ((990.0, (False, 1)), (989.0, (True, 8))):
         speeds[(False, 1)] = slow
-        found = fastest(question(), "fsdp2", METHODS["full"], judge).setting
+        found = fastest(asked, replace(asked.base, strategy="fsdp2"), judge).setting
         assert (found.activation_checkpointing, found.micro_batch_size) == chosen
 
 
@@ -122,9 +124,9 @@ def test_bf16_weights_and_8_bit_state_are_tried_before_offload_the_mildest_first
         size = 10 if setting.strategy.endswith(("offload", "nvme")) else gib[(setting.weights, setting.optimizer)]
         return row_of(asked, setting, size * GIB)
 
-    recommendation = plan(asked, judge).recommendation
-    assert recommendation is not None
-    best, reason = recommendation.row, recommendation.reason
+    answer = plan(asked, judge)
+    assert answer.best is not None
+    best, reason = answer.best, " ".join(reasons(answer))
     allowed = [pair for pair in REDUCTIONS if not ("weights" in chosen and pair[0] == "bf16")]
     allowed = [pair for pair in allowed if not ("optimizer" in chosen and pair[1] == "adamw_8bit")]
     fitting = [pair for pair in allowed if gib[pair] == 10]
@@ -140,10 +142,10 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
     """Which offloads at a third of the speed, and needs more host memory than most machines have."""
     asked = question(model=LLAMA_70B, batch=16, methods=(METHODS["full"],))
     answer = plan(asked)
-    assert answer.recommendation is not None
-    best, reason = answer.recommendation.row, answer.recommendation.reason
+    assert answer.best is not None
+    best, reason = answer.best, " ".join(reasons(answer))
     assert (best.setting.strategy, best.setting.weights, best.setting.optimizer) == ("fsdp2", "bf16", "adamw_8bit")
-    command = in_lines(answer.recommendation.command)
+    command = in_lines(launch_command(asked, best.setting))
     assert "--train.weights bf16" in command
     assert "--train.optimizer adamw_8bit" in command
     offloaded = next(row for row in answer.rows if row.offloads and row.verdict == "fits")
@@ -157,15 +159,14 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
 def test_host_memory_of_what_offloads_is_told(there: int | None, strategies: tuple[str, ...]):
     asked = question(model=LLAMA_70B, batch=16, methods=(METHODS["full"],), strategies=strategies, host_bytes=there)
     asked = replace(asked, chosen=frozenset({"weights", "optimizer"}))
-    recommendation = plan(asked).recommendation
-    assert recommendation is not None
-    assert recommendation.row.offloads
+    answer = plan(asked)
+    assert answer.best is not None
+    assert answer.best.offloads
+    reason = " ".join(reasons(answer))
     of_there = "" if there is None else " of 4,000"
-    assert (
-        f"{recommendation.row.host.bytes / GIB:,.0f}{of_there} GiB of host memory per machine" in recommendation.reason
-    )
-    assert ("see --host-memory" in recommendation.reason) == (there is None)
-    assert ("Nothing fits on the GPUs alone" in recommendation.reason) == (strategies == STRATEGIES)
+    assert f"{answer.best.host.bytes / GIB:,.0f}{of_there} GiB of host memory per machine" in reason
+    assert ("see --host-memory" in reason) == (there is None)
+    assert ("Nothing fits on the GPUs alone" in reason) == (strategies == STRATEGIES)
 
 
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
@@ -200,6 +201,6 @@ def test_largest_term_is_named_with_what_would_shrink_it(setting: Setting, term:
 
 def test_where_nothing_fits_the_largest_term_of_the_nearest_miss_is_named():
     asked = question("1x24GB", batch=1, model=LLAMA_8B, strategies=("single",), methods=(METHODS["full"],))
-    sentences = why_nothing_fits(plan(asked))
+    sentences = reasons(plan(asked))
     assert "The nearest option that fits is LoRA under single" in sentences[0] or "QLoRA under single" in sentences[0]
     assert re.search("largest part of the peak of full fine-tuning under single .* would shrink them", sentences[-1])

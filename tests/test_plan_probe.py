@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from finetune.cli import plan_verb
+from finetune.cli.planning import probe as probe_module
+from finetune.cli.planning import probed
+from finetune.cli.planning.probe import Probed, probe_in_child
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines, parse_gpus
-from finetune.planner import Model, probed
+from finetune.planner import Model
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Question, question_about
 from finetune.planner.speed import Parts, StepTime
-from finetune.trace import probe as probe_module
-from finetune.trace.probe import Probed, probe_in_child
 from finetune.trace.setting import Setting
 from finetune.units import GIB
 
@@ -45,9 +46,7 @@ class MadeUp:
 
 
 def asked(setting: Setting = SETTING, machines: Machines = H200) -> tuple[Question, Row]:
-    question = question_about(
-        cast("Model", MadeUp()), setting, machines, mean_document_tokens=setting.row_tokens, strategies=("single",)
-    )
+    question = question_about(cast("Model", MadeUp()), setting, machines, mean_document_tokens=setting.row_tokens)
     return question, judged(question, setting)
 
 
@@ -132,7 +131,7 @@ def test_probe_asks_for_the_steps_of_the_row_and_adds_to_json(monkeypatch: pytes
 
 def answer_of_one(question: Question, row: Row) -> plan_verb.Plan:
     """An answer of one row."""
-    return plan_verb.Plan(question, (row,), (), None, None)
+    return plan_verb.Plan(question, (row,), (), None)
 
 
 def test_running_out_of_memory_is_a_sentence_with_the_largest_peak(monkeypatch: pytest.MonkeyPatch):

@@ -17,9 +17,9 @@ from tracing import begun, traced_step
 
 from finetune.errors import InputError
 from finetune.hardware.cards import known_gpus, parse_gpus
+from finetune.hardware.rates import rates_of
 from finetune.models.loading import config_from
 from finetune.planner.communication import transfers
-from finetune.planner.rates import rates_of
 from finetune.planner.speed import PHASES, StepTime, step_time
 from finetune.trace.dry_run import stepped
 from finetune.trace.powers import MicroBatch

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,7 +111,8 @@ def test_several_questions_are_traced_in_one_round(tmp_path: Path):
     with tracer:
         model = Model(TINY, tracer)
         settings = [replace(LORA, rank=rank) for rank in (2, 4)]
-        found = model.together([partial(model.memory, each, mean_document_tokens=100) for each in settings])
+        tracer.prepare(settings)
+        found = [model.memory(each, mean_document_tokens=100) for each in settings]
     assert asked == [1, 4]
     assert found[0].peak < found[1].peak
 

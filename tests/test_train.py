@@ -19,11 +19,11 @@ from plan_models import config_named
 from test_launch import flags_for
 
 from finetune.cli import commands, train_verb
+from finetune.cli.planning import asked
 from finetune.config.command_line import parse
 from finetune.distributed import launcher
 from finetune.distributed.launcher import run_together
 from finetune.hardware.cards import parse_gpus
-from finetune.planner import asked
 from recipes.sft import Config, main
 
 ROOT = Path(__file__).parent.parent

@@ -238,7 +238,7 @@ def _data(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from finetune.cli.plan_verb import Shown, show
-    from finetune.planner.written import Options
+    from finetune.cli.planning.written import Options
 
     return show(
         options.others,

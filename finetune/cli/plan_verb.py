@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from finetune.cli.planning import picture, probed
+from finetune.cli.planning.asked import Asked, asked
+from finetune.cli.planning.json_answer import record
+from finetune.cli.planning.machine import gpus_here
+from finetune.cli.planning.plan_tables import print_plan
+from finetune.cli.planning.probe import probe_in_child
+from finetune.cli.planning.written import Options
 from finetune.errors import refuse_if_any
-from finetune.planner import picture, probed
-from finetune.planner.asked import Asked, asked
+from finetune.models.model_config import read_config
 from finetune.planner.choose import Plan, plan
-from finetune.planner.json_answer import record
-from finetune.planner.machine import gpus_here
-from finetune.planner.model_config import read_config
-from finetune.planner.plan_tables import print_plan
-from finetune.planner.written import Options
-from finetune.trace.probe import probe_in_child
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _show(question: Asked, answer: Plan, shown: Shown) -> int:
         print_plan(answer, console, model=name, notes=question.notes, shows_all=shown.all_rows)
         for line in lines:
             console.print(line, soft_wrap=True)
-    return 0 if answer.recommendation is not None else 1
+    return 0 if answer.best is not None else 1
 
 
 def _probe(question: Asked, answer: Plan, extra: dict[str, Any]) -> list[str]:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from finetune.cli.planning.launch_command import in_lines
+from finetune.cli.planning.strategy_file import strategy_named
 from finetune.config.command_line import parse
 from finetune.config.recipe_classes import class_of, script_of
 from finetune.config.sections import Run
 from finetune.errors import InputError
 from finetune.hardware import cores
-from finetune.planner.launch_command import in_lines
-from finetune.planner.strategy_file import strategy_named
 from finetune.shipped import shipped_files
 
 

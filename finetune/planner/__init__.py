@@ -1,15 +1,11 @@
 """The planner: what fits, under which strategy, how fast, before anything is loaded.
 
 Arithmetic on traces of the recipe's own step, which ``finetune.trace`` makes and remembers. Nothing here imports
-PyTorch, so that an answer whose traces are known takes a second.
+PyTorch, so that an answer whose traces are known takes a second. (What a user of ``finetune plan`` writes and reads is
+in ``finetune.cli.planning``.)
 
-The question: ``written`` and ``asked`` (from what a user wrote), ``model_config``, ``machine``, ``strategy_file``,
-``question``.
-The model: ``model`` (what its steps take, by their traces). Memory: ``memory``, ``optimizer_state``. Time: ``speed``,
-``communication``, ``rates``.
-The answer: ``judged_rows``, ``changes``, ``candidates``, ``preference``, ``nearest``, ``choose``; said by ``reasons``,
-``largest_term`` and ``launch_command``; shown by ``plan_tables``, ``picture`` and ``json_answer``. Held against real
-steps by ``probed``.
+``question`` (what is asked), ``model`` (what its steps take, by their traces). Memory: ``memory``. Time: ``speed``,
+``communication``. The answer: ``judged_rows``, ``changes``, ``candidates``, ``preference``, ``nearest``, ``choose``.
 ``of_run``: the plan of a run that starts.
 """
 

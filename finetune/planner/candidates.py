@@ -4,18 +4,19 @@ Where nothing of a method fits on the GPUs as it was asked for, bf16 weights and
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from finetune.config.compatibility import Cell, bf16_weights_problems, reference_problems, refusal
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
 from finetune.planner.judged_rows import Row, judged
-from finetune.planner.question import Method, Question
+from finetune.planner.model import Model
+from finetune.planner.question import Question
 from finetune.trace.placement import placement_of, world_sizes_problem
-from finetune.trace.setting import Setting
+from finetune.trace.setting import Method, Setting
 
 SAME_SETTING_SPEED = 0.01
 """Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
@@ -38,31 +39,22 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     Args:
         judge: predicts one way to train.
     """
-    possible, left_out = list[tuple[str, Method]](), list[Impossible]()
+    rows, left_out, possible = list[Row](), list[Impossible](), list[Setting]()
     for strategy in question.strategies:
         if len(question.strategies) > 1 and is_pointless(strategy, question.machines):
             continue
         for method in question.methods:
-            if why := why_not(question, strategy, method):
+            base = replace(question.base, strategy=strategy, adapter=method.adapter, bits=method.bits)
+            if why := why_not(question.model, base):
                 left_out.append(Impossible(strategy, method, why))
             else:
-                possible.append((strategy, method))
-    found = _fastest_of_each(question, possible, judge)
-    rows = [each for each in found if isinstance(each, Row)]
-    left_out += [each for each in found if isinstance(each, Impossible)]
+                possible.append(base)
+    for base, found in zip(possible, _fastest_of_each(question, possible, judge), strict=True):
+        if isinstance(found, Row):
+            rows.append(found)
+        else:
+            left_out.append(Impossible(base.strategy, base.method, str(found)))
     return rows + _reduced(question, rows, judge), left_out
-
-
-def _fastest_of_each(
-    question: Question, combinations: Sequence[tuple[str, Method]], judge: Judge
-) -> list[Row | Impossible]:
-    def best(strategy: str, method: Method) -> Row | Impossible:
-        try:
-            return fastest(question, strategy, method, judge)
-        except (InputError, RunStopped) as error:  # it cannot be trained, or not be traced
-            return Impossible(strategy, method, str(error))
-
-    return question.model.together([partial(best, *each) for each in combinations])
 
 
 def is_pointless(strategy: str, machines: Machines) -> bool:
@@ -77,6 +69,22 @@ def is_pointless(strategy: str, machines: Machines) -> bool:
     return machines.nodes == 1 and placement.framework == "fully_shard" and placement.replicas > 1
 
 
+def why_not(model: Model, setting: Setting) -> str | None:
+    """Why a setting is impossible, as a sentence; None if it is possible."""
+    if model.published_bits and setting.bits != model.published_bits:
+        return (
+            f"The model is published in {model.published_bits} bits, which stay frozen; train an adapter on them, or "
+            "take its 16-bit version."
+        )
+    cell = Cell(setting.strategy, setting.bits, setting.adapter, setting.optimizer)
+    return (
+        world_sizes_problem(setting.strategy, setting.world_size)
+        or refusal(cell)
+        or next(iter(bf16_weights_problems(cell, weights=setting.weights, precision=setting.precision)), None)
+        or next(iter(reference_problems(setting.strategy, setting.reference)), None)
+    )
+
+
 def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]:
     """Rows with less exact updates that fit, for methods of which nothing fits on the GPUs as it was asked for.
 
@@ -84,14 +92,13 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
     """
     found: list[Row] = []
     for method in question.methods:
-        on_gpu = [row for row in rows if row.method == method and not row.offloads]
+        on_gpu = [row for row in rows if row.setting.method == method and not row.offloads]
         if method.adapter != "none" or any(row.verdict == "fits" for row in on_gpu):
             continue
-        strategies = [row.setting.strategy for row in on_gpu]
         for base in _reductions(question):
-            asked = replace(question, base=base)
-            possible = [(strategy, method) for strategy in strategies if why_not(asked, strategy, method) is None]
-            tried = _fastest_of_each(asked, possible, judge)
+            changed = [replace(base, strategy=row.setting.strategy, adapter="none", bits=None) for row in on_gpu]
+            possible = [each for each in changed if why_not(question.model, each) is None]
+            tried = _fastest_of_each(question, possible, judge)
             if fitting := [row for row in tried if isinstance(row, Row) and row.verdict == "fits"]:
                 found += fitting
                 break
@@ -108,29 +115,42 @@ def _reductions(question: Question) -> Iterator[Setting]:
             yield from with_bf16_weights(each)
 
 
-def why_not(question: Question, strategy: str, method: Method) -> str | None:
-    """Why a combination is impossible, as a sentence; None if it is possible."""
-    base, published = question.base, question.model.published_bits
-    if published and method.bits != published:
-        return (
-            f"The model is published in {published} bits, which stay frozen; train an adapter on them, or take its "
-            "16-bit version."
-        )
-    cell = Cell(strategy, method.bits, method.adapter, base.optimizer)
-    return (
-        world_sizes_problem(strategy, question.machines.world_size)
-        or refusal(cell)
-        or next(iter(bf16_weights_problems(cell, weights=base.weights, precision=base.precision)), None)
-        or next(iter(reference_problems(strategy, base.reference)), None)
-    )
-
-
-def fastest(question: Question, strategy: str, method: Method, judge: Judge = judged) -> Row:
+def fastest(question: Question, base: Setting, judge: Judge = judged) -> Row:
     """Of micro-batches and activation checkpointing the fastest that fits; else the one that needs least.
 
     Of ways as fast as the fastest, by ``SAME_SETTING_SPEED``: without checkpointing, with the smallest micro-batch.
     More rows in a micro-batch never need less memory, so that the largest that fits is found by bisection.
+
+    Raises:
+        InputError, RunStopped: if it cannot be trained, or not be traced.
     """
+    (found,) = _fastest_of_each(question, [base], judge)
+    if not isinstance(found, Row):
+        raise found
+    return found
+
+
+def _fastest_of_each(question: Question, bases: Sequence[Setting], judge: Judge) -> list[Row | InputError | RunStopped]:
+    """Searches side by side: what all of them wait for is traced together, in one or two rounds."""
+    found: dict[int, Row | InputError | RunStopped] = {}
+    searches = {number: _search(question, base, judge) for number, base in enumerate(bases)}
+    while len(found) < len(bases):
+        wanted = list[Setting]()
+        for number, search in searches.items():
+            if number in found:
+                continue
+            try:
+                wanted += next(search)
+            except StopIteration as end:
+                found[number] = end.value
+            except (InputError, RunStopped) as error:
+                found[number] = error
+        question.model.tracer.prepare(wanted)
+    return [found[number] for number in searches]
+
+
+def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[Setting], None, Row]:
+    """The search of ``fastest``, which gives settings that must be traced before it goes on."""
     rows: dict[Setting, Row] = {}
 
     def row(setting: Setting) -> Row:
@@ -143,10 +163,12 @@ def fastest(question: Question, strategy: str, method: Method, judge: Judge = ju
     for checkpointing in question.checkpointing:
         if speeds and max(speeds.values()) >= (1 - SAME_SETTING_SPEED) * most:
             break
-        settings = [question.setting(strategy, method, checkpointing, n) for n in question.micro_batch_sizes]
-        question.model.prepare(settings)
+        settings = question.ways(base, checkpointing=checkpointing)
+        yield settings
         possible = {setting: _tokens_per_second(question, setting) for setting in settings}
-        speeds |= {setting: possible[setting] for setting in settings[: _that_fit(settings, row)]}
+        if row(settings[0]).verdict == "fits":
+            fitting = bisect_left(settings, True, key=lambda setting: row(setting).verdict != "fits")
+            speeds |= {setting: possible[setting] for setting in settings[:fitting]}
         most = max(possible.values())
     if speeds:
         enough = (1 - SAME_SETTING_SPEED) * max(speeds.values())
@@ -156,20 +178,6 @@ def fastest(question: Question, strategy: str, method: Method, judge: Judge = ju
     if tight:
         return max(tight, key=lambda each: each.time.tokens_per_second)
     return min(rows.values(), key=lambda each: each.worst.share or 0.0)
-
-
-def _that_fit(settings: list[Setting], row: Callable[[Setting], Row]) -> int:
-    """How many of the settings fit, of which each needs no less than the one before."""
-    if row(settings[0]).verdict != "fits":
-        return 0
-    low, high = 1, len(settings)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if row(settings[middle - 1]).verdict == "fits":
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _tokens_per_second(question: Question, setting: Setting) -> float:

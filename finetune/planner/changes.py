@@ -1,14 +1,32 @@
 """Changes that make a run smaller, each to one field of a setting, and what is given up by them."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from finetune.config.compatibility import STRATEGIES, Cell, bf16_weights_problems
 from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
 LEAST_ROW_TOKENS = 128
-OF_BF16_WEIGHTS = "bf16 weights have no fp32 master copy: their updates are rounded stochastically."
-OF_8_BIT_STATE = "8-bit AdamW keeps its moments in 8 bits, block-wise."
+KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
+    "reference": ("dpo.reference", lambda setting: setting.reference),
+    "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
+    "activation_checkpointing": (
+        "train.activation_checkpointing",
+        lambda setting: "full" if setting.activation_checkpointing else "none",
+    ),
+    "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
+    "weights": ("train.weights", lambda setting: setting.weights),
+    "adapter": ("adapter.type", lambda setting: setting.adapter),
+    "bits": ("quantization.bits", lambda setting: str(setting.bits or "none")),
+    "row_tokens": ("data.max_length", lambda setting: str(setting.row_tokens)),
+}
+"""Fields of a setting that are keys of the recipe, and their values there; the mildest change first."""
+GIVEN_UP = {
+    "train.weights": "bf16 weights have no fp32 master copy: their updates are rounded stochastically.",
+    "train.optimizer": "8-bit AdamW keeps its moments in 8 bits, block-wise.",
+}
+"""What less exact updates mean."""
 
 
 def smaller_micro_batches(setting: Setting) -> list[Setting]:
@@ -66,18 +84,17 @@ def with_shorter_rows(setting: Setting) -> list[Setting]:
     return [replace(setting, row_tokens=tokens)] if tokens >= LEAST_ROW_TOKENS else []
 
 
-def is_reduced(setting: Setting, asked: Setting) -> bool:
-    """Whether the updates of a row of the answer are less exact than those that were asked for."""
-    return (setting.weights, setting.optimizer) != (asked.weights, asked.optimizer)
+def differing(setting: Setting, other: Setting, fields: Sequence[str] = tuple(KEYS)) -> dict[str, str]:
+    """Keys of the recipe with their values in a setting, of the fields in which it differs from another."""
+    mine, theirs = asdict(setting), asdict(other)
+    return {KEYS[field][0]: KEYS[field][1](setting) for field in fields if mine[field] != theirs[field]}
 
 
-def reduction(setting: Setting, other: Setting) -> list[str]:
-    """Weights and optimizer where they differ from another setting's: keys of the recipe with their values."""
-    weights = [f"train.weights {setting.weights}"] if setting.weights != other.weights else []
-    return weights + ([f"train.optimizer {setting.optimizer}"] if setting.optimizer != other.optimizer else [])
+def reduction(setting: Setting, other: Setting) -> dict[str, str]:
+    """Weights and optimizer, by which updates are more or less exact, where they differ."""
+    return differing(setting, other, ("weights", "optimizer"))
 
 
-def given_up(setting: Setting, asked: Setting) -> list[str]:
+def given_up(setting: Setting, asked: Setting) -> tuple[str, ...]:
     """What its less exact updates mean, in sentences."""
-    of_weights = [OF_BF16_WEIGHTS] if setting.weights != asked.weights else []
-    return of_weights + ([OF_8_BIT_STATE] if setting.optimizer != asked.optimizer else [])
+    return tuple(GIVEN_UP[key] for key in reduction(setting, asked))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.hardware.cards import Machines
-from finetune.planner.rates import Rates
+from finetune.hardware.rates import Rates
 from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from finetune.planner.memory import StepMemory, needed_bytes
-from finetune.planner.question import Method, Question, method_of
+from finetune.planner.question import Question
 from finetune.planner.speed import StepTime
 from finetune.trace.setting import Setting
 from finetune.units import GIB
@@ -56,13 +56,9 @@ class Row:
     time: StepTime
 
     @property
-    def method(self) -> Method:
-        return method_of(self.setting)
-
-    @property
     def name(self) -> str:
         """As part of a sentence."""
-        method = "full fine-tuning" if self.setting.adapter == "none" else self.method.text
+        method = "full fine-tuning" if self.setting.adapter == "none" else self.setting.method.text
         return f"{method} under {self.setting.strategy}"
 
     @property
@@ -86,7 +82,8 @@ def judged(question: Question, setting: Setting) -> Row:
     Raises:
         InputError: if setting and question contradict one another.
     """
-    model, machines, documents = question.model, question.machines, question.mean_document_tokens
+    model, machines = question.model, question.machines
+    documents = min(question.mean_document_tokens, setting.row_tokens)
     memory = model.memory(setting, mean_document_tokens=documents, large_workspaces=machines.gpu.has_large_workspaces)
     host = model.host_bytes(setting, processes_of_machine=machines.gpus_per_node)
     return Row(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from finetune.planner.optimizer_state import Trained, state_tensors
+from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import Placement
 from finetune.trace.powers import MicroBatch

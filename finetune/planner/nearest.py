@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from finetune.errors import InputError, RunStopped
-from finetune.hardware.cards import Machines
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (
     LEAST_ROW_TOKENS,
+    differing,
     given_up,
     in_4_bits,
     sharded,
@@ -21,26 +20,11 @@ from finetune.planner.changes import (
     with_checkpointing,
 )
 from finetune.planner.judged_rows import Row, judged
-from finetune.planner.model import Model
 from finetune.planner.preference import simplest_of_the_fastest
-from finetune.planner.question import Question, method_of, question_about
+from finetune.planner.question import Question
 from finetune.trace.setting import Setting
 
 Change = Callable[[Setting], list[Setting]]
-KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
-    "reference": ("dpo.reference", lambda setting: setting.reference),
-    "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
-    "activation_checkpointing": (
-        "train.activation_checkpointing",
-        lambda setting: "full" if setting.activation_checkpointing else "none",
-    ),
-    "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
-    "weights": ("train.weights", lambda setting: setting.weights),
-    "adapter": ("adapter.type", lambda setting: setting.adapter),
-    "bits": ("quantization.bits", lambda setting: str(setting.bits or "none")),
-    "row_tokens": ("data.max_length", lambda setting: str(setting.row_tokens)),
-}
-"""Fields of a setting that are keys of the recipe, and their values there."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +48,8 @@ class Nearest:
         return ", and ".join(part for part in (f"set {joined}" if parts else "", launch) if part)
 
 
-def nearest_that_fits(
-    model: Model,
-    setting: Setting,
-    machines: Machines,
-    *,
-    mean_document_tokens: float | None = None,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    judge: Judge = judged,
-) -> Nearest | None:
-    """The nearest way to train that fits the machines; None if there is none.
+def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged) -> Nearest | None:
+    """The nearest way to train that fits the machines of a question; None if there is none.
 
     From the mildest: a reference without a copy of the weights, a smaller micro-batch, activation checkpointing,
     sharding over the GPUs that there are, 8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows.
@@ -82,34 +57,17 @@ def nearest_that_fits(
     with all the others. No change offloads. What fits without being tight comes first.
 
     Args:
-        mean_document_tokens: that a token's document has on average; a whole row's where it is not given.
-        host_bytes: memory of one machine, if known.
-        disk_bytes: free for checkpoints, if known.
+        start: what does not fit.
         judge: predicts one way to train.
     """
-    question = question_about(
-        model,
-        setting,
-        machines,
-        mean_document_tokens=mean_document_tokens or setting.row_tokens,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-    )
-    return _search(question, setting, judge)
-
-
-def nearest_to(question: Question, row: Row, judge: Judge = judged) -> Nearest | None:
-    """The same for a row of a question's answer."""
-    return _search(question, row.setting, judge)
-
-
-def _search(question: Question, start: Setting, judge: Judge) -> Nearest | None:
     for accepted in ({"fits"}, {"fits", "tight"}):
         for shorter in _row_lengths(start):
             if fitting := _fewest_changes(question, shorter, accepted, judge):
                 largest = max(row.setting.micro_batch_size for row in fitting)
-                alike = [row for row in fitting if row.setting.micro_batch_size == largest]
-                return _nearest(start, simplest_of_the_fastest(alike))
+                row = simplest_of_the_fastest([row for row in fitting if row.setting.micro_batch_size == largest])
+                found = row.setting
+                strategy = found.strategy if found.strategy != start.strategy else None
+                return Nearest(row, differing(found, start), strategy, given_up(found, start))
     return None
 
 
@@ -140,32 +98,24 @@ def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     """Whether it is possible, under a strategy that has something to win."""
     if setting.strategy != start.strategy and is_pointless(setting.strategy, question.machines):
         return False
-    return why_not(replace(question, base=setting), setting.strategy, method_of(setting)) is None
+    return why_not(question.model, setting) is None
 
 
 def _judged(question: Question, settings: list[Setting], judge: Judge) -> list[Row]:
-    """Rows of the possible ones; what has more tokens than one that did not fit is not looked at."""
-    kinds: dict[Setting, list[Setting]] = {}
-    for setting in settings:
-        kinds.setdefault(replace(setting, micro_batch_size=1, accumulation=1, row_tokens=1), []).append(setting)
-    found = question.model.together([partial(_judged_alike, question, alike, judge) for alike in kinds.values()])
-    return [row for rows in found for row in rows]
-
-
-def _judged_alike(question: Question, settings: list[Setting], judge: Judge) -> list[Row]:
-    """Of settings that differ in the tokens of a micro-batch alone."""
-    found, too_many = list[Row](), math.inf
-    for setting in settings:
-        documents = min(question.mean_document_tokens, setting.row_tokens)
-        asked = replace(question, base=setting, mean_document_tokens=documents)
-        if setting.tokens >= too_many or why_not(asked, setting.strategy, method_of(setting)):
+    """Rows of the possible ones; what has more tokens than one alike that did not fit is not looked at."""
+    possible = [setting for setting in settings if why_not(question.model, setting) is None]
+    question.model.tracer.prepare(possible)
+    found, too_many = list[Row](), dict[Setting, float]()
+    for setting in possible:
+        kind = replace(setting, micro_batch_size=1, accumulation=1, row_tokens=1)
+        if setting.tokens >= too_many.get(kind, math.inf):
             continue
         try:
-            found.append(judge(asked, setting))
+            found.append(judge(question, setting))
         except (InputError, RunStopped):  # what cannot be trained, or not be traced, is not proposed
             continue
         if found[-1].verdict == "does not fit":
-            too_many = min(setting.tokens, too_many)
+            too_many[kind] = setting.tokens
     return found
 
 
@@ -199,10 +149,3 @@ _AS_APPLIED: tuple[Change, ...] = (
     smaller_micro_batches,
 )
 """Those first that make others possible: 4 bits need an adapter, and can be sharded where 8 bits cannot."""
-
-
-def _nearest(start: Setting, row: Row) -> Nearest:
-    before, after = asdict(start), asdict(row.setting)
-    changes = {key: value(row.setting) for name, (key, value) in KEYS.items() if before[name] != after[name]}
-    strategy = row.setting.strategy
-    return Nearest(row, changes, strategy if strategy != start.strategy else None, tuple(given_up(row.setting, start)))

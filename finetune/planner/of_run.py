@@ -8,11 +8,11 @@ from finetune.config.compatibility import STRATEGIES
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines
 from finetune.planner.candidates import fastest
-from finetune.planner.judged_rows import Row, judged
+from finetune.planner.judged_rows import Row
 from finetune.planner.memory import StepMemory
 from finetune.planner.model import Model
 from finetune.planner.nearest import nearest_that_fits
-from finetune.planner.question import method_of, question_about
+from finetune.planner.question import Question, question_about
 from finetune.trace.setting import Setting
 from finetune.units import GIB, MIB, size_text
 
@@ -33,22 +33,19 @@ MOST_PARTS = 4
 class RunPlan:
     """What a run will take."""
 
-    model: Model
     setting: Setting
-    machines: Machines | None
-    """None in a rehearsal without a GPU."""
     memory: StepMemory
-    row: Row | None
-    """The judgement, where there is a GPU."""
-    mean_document_tokens: float
     checkpoint_bytes: int
+    question: Question | None = None
+    """None in a rehearsal without a GPU, as is the judgement."""
+    row: Row | None = None
 
     def describe(self) -> list[str]:
         """Three lines for the run's output, of about a hundred columns."""
         rows, kept = self.setting.micro_batch_size, "recomputed" if self.setting.activation_checkpointing else "kept"
         micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, activations {kept}"
         checkpoint = f"checkpoint {size_text(self.checkpoint_bytes)}"
-        if self.row is None:
+        if self.question is None or self.row is None:
             return [
                 self._parts(),
                 f"plan: {micro_batch}",
@@ -56,13 +53,12 @@ class RunPlan:
             ]
         need, time = self.row.gpu, self.row.time
         assert need.there is not None
-        assert self.machines is not None
         speed = "" if time.stand_in else f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.0%}; "
         return [
             self._parts(),
             f"plan: {size_text(need.bytes)} with CUDA context and fragmentation, of {size_text(need.there)} on "
             "each GPU "
-            f"({self.machines.text}): {self.row.verdict}",
+            f"({self.question.machines.text}): {self.row.verdict}",
             f"plan: {speed}{micro_batch}; {checkpoint}",
         ]
 
@@ -81,15 +77,13 @@ class RunPlan:
         Only the peak counts: what is needed beside it is an estimate, which the memory check before the first step
         verifies.
         """
-        if self.row is None or self.machines is None:
+        if self.question is None or self.row is None:
             return []
         need = self.row.gpu
         assert need.there is not None
         if self.memory.peak <= need.there:
             return []
-        nearest = nearest_that_fits(
-            self.model, self.setting, self.machines, mean_document_tokens=self.mean_document_tokens
-        )
+        nearest = nearest_that_fits(self.question, self.setting)
         what = "No change of the settings makes it fit."
         if nearest:
             what = " ".join([f"To fit, {nearest.text}.", *nearest.given_up])
@@ -159,29 +153,25 @@ def plan_run(
     """
     if setting.strategy not in STRATEGIES:
         raise InputError(f"The planner does not support {setting.strategy}, only {', '.join(STRATEGIES)}.")
-    open_rows, open_recompute = micro_batch_size is None, activation_checkpointing is None
+    rows = micro_batch_size or 1
     setting = replace(
         setting,
-        micro_batch_size=micro_batch_size or 1,
+        micro_batch_size=rows,
         activation_checkpointing=bool(activation_checkpointing),
-        accumulation=global_batch_size // ((micro_batch_size or 1) * setting.world_size),
+        accumulation=global_batch_size // (rows * setting.world_size),
         flash=machines is None or machines.gpu.has_flash_attention,
     )
     documents = min(mean_document_tokens, setting.row_tokens)
     if machines is None:
         memory = model.memory(setting, mean_document_tokens=documents)
-        return RunPlan(model, setting, None, memory, None, documents, model.checkpoint_bytes(setting))
-    question = question_about(model, setting, machines, mean_document_tokens=documents)
-    question = replace(question, attended_tokens=attended_tokens)
-    if open_rows or open_recompute:
-        question = replace(
-            question,
-            micro_batch_size=None if open_rows else micro_batch_size,
-            checkpointing=(False, True) if open_recompute else (bool(activation_checkpointing),),
-        )
-        row = fastest(question, setting.strategy, method_of(setting))
-    else:
-        row = judged(question, setting)
+        return RunPlan(setting, memory, model.checkpoint_bytes(setting))
+    question = replace(
+        question_about(model, setting, machines, mean_document_tokens=documents),
+        attended_tokens=attended_tokens,
+        micro_batch_size=micro_batch_size,
+        checkpointing=(False, True) if activation_checkpointing is None else (activation_checkpointing,),
+    )
+    row = fastest(question, setting)
     mean = replace(row.setting, row_tokens=max(1, min(setting.row_tokens, round(mean_row_tokens))))
     time = model.time(mean, machines, mean_document_tokens=question.attended(mean))
-    return RunPlan(model, row.setting, machines, row.memory, replace(row, time=time), documents, row.disk.bytes)
+    return RunPlan(row.setting, row.memory, row.disk.bytes, question, replace(row, time=time))

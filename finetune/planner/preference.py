@@ -8,7 +8,7 @@ the simplest wins: 100 tokens/s under zero2, 95 under ddp and 80 under fsdp2 are
 from collections.abc import Iterable, Sequence
 
 from finetune.config.compatibility import STRATEGIES, Cell
-from finetune.planner.changes import is_reduced
+from finetune.planner.changes import reduction
 from finetune.planner.judged_rows import Row
 from finetune.trace.setting import Setting
 
@@ -27,7 +27,7 @@ def in_order(rows: Iterable[Row], base: Setting) -> list[Row]:
     by_kind: dict[tuple[int, bool, bool], list[Row]] = {}
     for row in rows:
         place = ("fits", "tight", "does not fit").index(row.verdict)
-        by_kind.setdefault((place, row.offloads, is_reduced(row.setting, base)), []).append(row)
+        by_kind.setdefault((place, row.offloads, bool(reduction(row.setting, base))), []).append(row)
     found: list[Row] = []
     for (place, _, _), alike in sorted(by_kind.items(), key=lambda kind: kind[0]):
         if place == 2:

@@ -13,9 +13,9 @@ from dataclasses import astuple, dataclass, fields
 
 from finetune.errors import refuse_if_any
 from finetune.hardware.cards import Gpu, Machines, precision_problem, stand_in
+from finetune.hardware.rates import Rates, rates_of
 from finetune.planner.communication import Transfer, transfers
 from finetune.planner.memory import micro_batch_of
-from finetune.planner.rates import Rates, rates_of
 from finetune.trace.placement import Placement
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting

@@ -17,6 +17,8 @@ KNOWN = {
     "peak_memory_gib": ("Peak memory", "GiB, largest of all processes"),
 }
 """Titles and units of what every run has, in this order; other figures follow."""
+FROM_ZERO = {"tokens_per_second", "mfu", "peak_memory_gib"}
+"""Quantities, of which a line half as high is half as much."""
 NOT_DRAWN = {"step", "tokens", "total_tokens", "step_seconds", "save_stall_seconds", "skipped_steps", "bad_steps"}
 MOST_POINTS = 600
 """Of a line: about as many as there are pixels."""

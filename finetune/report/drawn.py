@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.report.charts import Chart, Point
+from finetune.report.charts import FROM_ZERO, Chart, Point
 from finetune.report.run_read import RunRead
 
 WIDTH, HEIGHT = 560, 230
@@ -59,7 +59,8 @@ def drawn(chart: Chart, runs: Sequence[RunRead]) -> Drawing:
     """The chart in a frame of ``WIDTH`` x ``HEIGHT``."""
     points = [point for line in chart.lines for point in line.points if math.isfinite(point[1])]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
-    values = ticks(min(y for _, y in points), max(y for _, y in points))
+    least = min(y for _, y in points)
+    values = ticks(min(0.0, least) if chart.key in FROM_ZERO else least, max(y for _, y in points))
     lowest, highest = min(values[0], *(y for _, y in points)), max(values[-1], *(y for _, y in points))
 
     def place(point: Point) -> tuple[float, float]:

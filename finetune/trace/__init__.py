@@ -5,10 +5,10 @@ contents, and the process group answers without other processes. So any model ca
 process of any number of them.
 
 ``setting`` and ``placement`` (a way to train, and what its strategy splits). ``tracer`` (steps of a model, remembered),
-which asks by ``asking`` and ``child``, and is answered by ``serving``. ``layers`` and ``anatomy`` (how many layers tell
+which asks by ``asking``, and is answered by ``serving``. ``layers`` and ``anatomy`` (how many layers tell
 of all), ``depth`` (a trace of few layers), ``shallow`` (what two of them tell of the model), ``powers`` (how sizes grow
 with the micro-batch), ``spans`` (the moments that matter), ``work`` (operations and collectives).
 ``dry_run`` (the step itself), ``building`` (model and optimizer), ``ledger`` (the bytes of every storage, from birth to
 death), ``accounts`` (the ledger's blocks by what they are for), ``kernel_workspace`` (what CUDA's kernels take inside),
-``patches`` (what the libraries need so that they run on fake tensors). ``probe`` (real steps, on a GPU).
+``patches`` (what the libraries need so that they run on fake tensors).
 """

@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.errors import RunStopped
-from finetune.trace.child import environment_of_child
+
+LAUNCH_VARIABLES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+"""Beginnings of what decides which launch it is; all else the traced launch sets anew."""
+PROCESS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Child:
@@ -66,3 +70,13 @@ def can_fork() -> bool:
     fork, is not here."""
     torch = sys.modules.get("torch")
     return torch is not None and not torch.cuda.is_available()
+
+
+def environment_of_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without its launch, and with changes."""
+    own = {
+        variable: value
+        for variable, value in os.environ.items()
+        if not variable.startswith(LAUNCH_VARIABLES) and variable not in PROCESS_VARIABLES
+    }
+    return own | dict(changes)

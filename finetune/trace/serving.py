@@ -25,7 +25,7 @@ from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError, first_line
 from finetune.models.loading import config_from, without_weights
 from finetune.trace.anatomy import anatomy_of
-from finetune.trace.child import environment_of_child
+from finetune.trace.asking import environment_of_child
 from finetune.trace.depth import trace_depth
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import setting_of

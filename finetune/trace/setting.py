@@ -2,12 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.config import sections
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
 from finetune.trace.placement import Placement, placement_of
+
+
+class Method(NamedTuple):
+    """What is trained beside how many bits: an adapter or none, and the bits of the frozen weights."""
+
+    adapter: str
+    bits: int | None
+
+    @property
+    def text(self) -> str:
+        """As people say it: full, LoRA, QLoRA, LoRA8 (8-bit weights), DoRA."""
+        if self.adapter == "none":
+            return "full"
+        name = {"lora": "LoRA", "dora": "DoRA"}[self.adapter]
+        return {None: name, 4: f"Q{name}", 8: f"{name}8"}[self.bits]
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,10 @@ class Setting:
     def placement(self) -> Placement:
         """What its strategy splits over its processes, and where it lies."""
         return placement_of(self.strategy, self.world_size)
+
+    @property
+    def method(self) -> Method:
+        return Method(self.adapter, self.bits)
 
     @property
     def forward_passes(self) -> int:

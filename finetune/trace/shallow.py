@@ -9,14 +9,27 @@ are known, so that none of them holds more than both its ends.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from finetune.trace.powers import MicroBatch, Power
 from finetune.units import largest_part
 
 MORE_PARTS = "more parts"
 """The phase in which scores are made of the second part of the positions and of those after it."""
-Held = dict[tuple[str, Power], float]
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(map(_hashable, key)) if isinstance(key, list) else key
+
+
+# JSON has no keys but strings: there, a dictionary is its pairs
+_OF_PAIRS = BeforeValidator(lambda pairs: {_hashable(key): value for key, value in pairs})
+_AS_PAIRS = PlainSerializer(lambda sizes: list(sizes.items()))
+Coefficients = Annotated[dict[Power, float], _OF_PAIRS, _AS_PAIRS]
+Shapes = Annotated[dict[tuple[int, ...], int], _OF_PAIRS, _AS_PAIRS]
+Held = Annotated[dict[tuple[str, Power], float], _OF_PAIRS, _AS_PAIRS]
 """Bytes by what they are for (``accounts.CATEGORIES``), and how they grow."""
 
 
@@ -42,8 +55,8 @@ class Kernel:
     name: str
     width: int
     """Bytes of an element of the first operand."""
-    flops: dict[Power, float]
-    bytes: dict[Power, float]
+    flops: Coefficients
+    bytes: Coefficients
     """Read and written."""
     calls: float
 
@@ -56,7 +69,7 @@ class Sent:
     name: str
     members: int
     """Processes of the group."""
-    bytes: dict[Power, float]
+    bytes: Coefficients
     """Of each: of the larger of what goes in and what comes out."""
     calls: float
 
@@ -66,7 +79,7 @@ class Depth:
     """A step of a model with so many layers, as a function of the micro-batch."""
 
     layers: int
-    trained: dict[tuple[int, ...], int]
+    trained: Shapes
     """Shapes of the trained weights, whole, and how many there are of each."""
     spans: tuple[Span, ...]
     on_host: Held
@@ -257,52 +270,13 @@ def _between(low: Mapping[str, float], high: Mapping[str, float], ratio: float) 
 
 def record_of(depth: Depth) -> dict[str, Any]:
     """As JSON holds it."""
-    return {
-        "layers": depth.layers,
-        "trained": [[list(shape), count] for shape, count in depth.trained.items()],
-        "spans": [
-            [span.phase, span.micro_batch, span.layer, [_rows(held) for held in span.moments]] for span in depth.spans
-        ],
-        "on_host": _rows(depth.on_host),
-        "kernels": [
-            [each.phase, each.kind, each.name, each.width, _pairs(each.flops), _pairs(each.bytes), each.calls]
-            for each in depth.kernels
-        ],
-        "sent": [[each.phase, each.name, each.members, _pairs(each.bytes), each.calls] for each in depth.sent],
-        "most_scored": depth.most_scored,
-    }
+    record: dict[str, Any] = _DEPTHS.dump_python(depth)
+    return record
 
 
 def depth_of(record: Mapping[str, Any]) -> Depth:
     """The depth of a record that was JSON."""
-    return Depth(
-        layers=record["layers"],
-        trained={tuple(shape): count for shape, count in record["trained"]},
-        spans=tuple(
-            Span(phase, micro_batch, layer, tuple(_held(rows) for rows in moments))
-            for phase, micro_batch, layer, moments in record["spans"]
-        ),
-        on_host=_held(record["on_host"]),
-        kernels=tuple(
-            Kernel(phase, kind, name, width, _size(flops), _size(moved), calls)
-            for phase, kind, name, width, flops, moved, calls in record["kernels"]
-        ),
-        sent=tuple(Sent(phase, name, n, _size(sizes), calls) for phase, name, n, sizes, calls in record["sent"]),
-        most_scored=record["most_scored"],
-    )
+    return _DEPTHS.validate_python(record)
 
 
-def _rows(held: Held) -> list[list[Any]]:
-    return [[category, *power, size] for (category, power), size in held.items()]
-
-
-def _held(rows: list[list[Any]]) -> Held:
-    return {(category, tuple(power)): size for category, *power, size in rows}
-
-
-def _pairs(size: Mapping[Power, float]) -> list[list[float]]:
-    return [[*power, coefficient] for power, coefficient in size.items()]
-
-
-def _size(pairs: list[list[Any]]) -> dict[Power, float]:
-    return {tuple(power): coefficient for *power, coefficient in pairs}
+_DEPTHS = TypeAdapter(Depth)

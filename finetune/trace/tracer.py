@@ -24,6 +24,7 @@ from finetune.errors import InputError, RunStopped
 from finetune.hardware import cores
 from finetune.trace.asking import Child, can_fork, take_child
 from finetune.trace.layers import Anatomy
+from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth, Step, depth_of
@@ -36,23 +37,29 @@ KEPT_DAYS = 60
 
 
 def key_setting(setting: Setting) -> Setting:
-    """A setting without what a trace does not depend on.
+    """The setting whose step is traced for another, without what a trace does not depend on.
 
     Steps are functions of the micro-batch; all micro-batches but the first are alike, and a step of one is the first of
     two. Not so under DDP, whose gradients lie beside its buckets until the last micro-batch; and under ZeRO-3 the first
-    is like the others, because its gradients are always added up. fp16 takes the bytes of bf16,
-    but under ZeRO-3. What a reference takes is added to a step's trace (``planner.memory``, ``planner.speed``).
+    is like the others, because its gradients are always added up. fp16 takes the bytes of bf16, but under ZeRO-3: what
+    it adds to the engine's step is done on the host where that offloads. What a reference takes is added to a step's
+    trace (``planner.memory``, ``planner.speed``).
     """
-    place = setting.placement
+    strategy, world_size = traced_as(setting.strategy, setting.world_size)
+    place = placement_of(strategy, world_size)
     is_one = place.zero_stage == 3 or (place.framework == "replicated" and setting.accumulation == 1)
+    as_bf16 = setting.precision == "fp16" and (place.zero_stage != 3 or strategy != setting.strategy)
     return replace(
         setting,
+        strategy=strategy,
+        world_size=world_size,
         micro_batch_size=1,
         row_tokens=1,
+        layout="flat" if setting.flat else "padded",
         accumulation=1 if is_one else 2,
         reference="none",
         mismatches=False,
-        precision="bf16" if setting.precision == "fp16" and place.zero_stage != 3 else setting.precision,
+        precision="bf16" if as_bf16 else setting.precision,
     )
 
 
@@ -131,10 +138,6 @@ class Tracer:
         if not isinstance(found, Step):
             raise found
         return found
-
-    def knows(self, setting: Setting) -> bool:
-        """Whether the step of a setting is traced, by this tracer."""
-        return key_setting(setting) in self._steps
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Trace settings together, as many at a time as there are cores. What cannot be traced is told by ``step``.

@@ -8,8 +8,8 @@ import psutil
 import torch
 
 from finetune.cli.health.finding import Finding
+from finetune.cli.planning.machine import free_disk
 from finetune.hardware import cores
-from finetune.planner.machine import free_disk
 from finetune.units import GIB
 
 LITTLE_MEMORY, LITTLE_DISK, LITTLE_SHARED = 4 * GIB, 20 * GIB, GIB

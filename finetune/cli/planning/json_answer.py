@@ -4,10 +4,11 @@ from dataclasses import asdict
 from typing import Any
 
 from finetune import __version__
+from finetune.cli.planning.launch_command import in_lines, launch_command
+from finetune.cli.planning.reasons import reasons
 from finetune.hardware.cards import Machines
 from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import Need, Row
-from finetune.planner.launch_command import in_lines
 from finetune.planner.nearest import Nearest
 
 SCHEMA = 1
@@ -16,7 +17,7 @@ SCHEMA = 1
 
 def record(plan: Plan, *, model: str, notes: tuple[str, ...] = ()) -> dict[str, Any]:
     """The whole answer; ``recommended`` is the number of a row, and None where nothing fits."""
-    question, recommendation = plan.question, plan.recommendation
+    question, best = plan.question, plan.best
     fastest = max(row.time.tokens_per_second for row in plan.rows)
     return {
         "schema": SCHEMA,
@@ -36,10 +37,10 @@ def record(plan: Plan, *, model: str, notes: tuple[str, ...] = ()) -> dict[str, 
         "impossible": [
             {"strategy": each.strategy, "method": each.method.text, "why": each.why} for each in plan.impossible
         ],
-        "recommended": plan.rows.index(recommendation.row) if recommendation else None,
-        "reason": recommendation.reason if recommendation else None,
-        "command": in_lines(recommendation.command) if recommendation else None,
-        "course": _course(recommendation.row) if recommendation else None,
+        "recommended": 0 if best else None,
+        "reason": " ".join(reasons(plan)) if best else None,
+        "command": in_lines(launch_command(question, best.setting)) if best else None,
+        "course": _course(best) if best else None,
         "nearest": _nearest(plan.nearest),
         "notes": list(notes),
     }
@@ -57,7 +58,7 @@ def row_record(row: Row, plan: Plan, fastest: float) -> dict[str, Any]:
     return {
         **asdict(setting),
         "packing": setting.packing,
-        "method": row.method.text,
+        "method": row.setting.method.text,
         "verdict": row.verdict,
         "worst": row.worst.what,
         "gpu_bytes": row.memory.parts,

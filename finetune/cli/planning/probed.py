@@ -3,12 +3,12 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from finetune.cli.planning.probe import Probed
 from finetune.errors import InputError
 from finetune.hardware.cards import Machines
 from finetune.planner.judged_rows import Row, verdict
 from finetune.planner.memory import StepMemory, needed_bytes
 from finetune.planner.question import Question
-from finetune.trace.probe import Probed
 from finetune.trace.setting import Setting
 from finetune.units import GIB
 

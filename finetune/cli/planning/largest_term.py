@@ -4,7 +4,7 @@ A lever is named if it is possible and not pulled yet; by how much it helps is n
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from finetune.planner.candidates import is_pointless, why_not
 from finetune.planner.changes import (
@@ -19,7 +19,7 @@ from finetune.planner.changes import (
 )
 from finetune.planner.judged_rows import Row
 from finetune.planner.preference import SIMPLEST_FIRST
-from finetune.planner.question import Question, method_of
+from finetune.planner.question import Question
 from finetune.trace.placement import Placement
 from finetune.trace.setting import Setting
 from finetune.units import GIB
@@ -73,7 +73,7 @@ def levers(question: Question, setting: Setting, term: str) -> list[tuple[str, S
     """What would shrink a term, in words, with a setting in which it is done."""
     found = [*_sharding(question, setting, term)]
     for lever in LEVERS:
-        changed = [each for each in lever.change(setting) if _is_possible(question, each)]
+        changed = [each for each in lever.change(setting) if why_not(question.model, each) is None]
         if term in lever.shrinks and changed and not (term == "weights" and _is_of_no_use(lever, setting)):
             found.append((lever.words, changed[0]))
     return found
@@ -105,9 +105,8 @@ def _sharding(question: Question, setting: Setting, term: str) -> Iterator[tuple
         return
     here = _shards_of(term, setting.placement)
     there = [each for each in sharded(setting) if _shards_of(term, each.placement) > here]
-    there = [
-        each for each in there if not is_pointless(each.strategy, question.machines) and _is_possible(question, each)
-    ]
+    there = [each for each in there if not is_pointless(each.strategy, question.machines)]
+    there = [each for each in there if why_not(question.model, each) is None]
     if there:
         simplest = min(there, key=lambda each: SIMPLEST_FIRST.index(each.strategy))
         yield f"sharding with {simplest.strategy}", simplest
@@ -122,8 +121,3 @@ def _shards_of(term: str, placement: Placement) -> tuple[int, ...]:
 def _is_of_no_use(lever: Lever, setting: Setting) -> bool:
     """Under ZeRO the weights are 16-bit copies already, and fp32 ones belong to the optimizer."""
     return lever.change is with_bf16_weights and (setting.adapter != "none" or setting.placement.framework == "zero")
-
-
-def _is_possible(question: Question, setting: Setting) -> bool:
-    asked = replace(question, base=setting)
-    return why_not(asked, setting.strategy, method_of(setting)) is None

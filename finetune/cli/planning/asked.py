@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
+from finetune.cli.planning.strategy_file import strategy_named
+from finetune.cli.planning.written import Options, all_flags, given_flags, problems, words_of
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
@@ -14,13 +17,10 @@ from finetune.config.token_budget import budget_problems, in_rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import MOST_GPUS_OF_A_MACHINE, Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
-from finetune.planner.machine import free_disk, gpus_here, host_memory_here
+from finetune.models.model_config import read_config
 from finetune.planner.model import Model
-from finetune.planner.model_config import read_config
-from finetune.planner.question import METHODS, Method, Question
-from finetune.planner.strategy_file import strategy_named
-from finetune.planner.written import Options, all_flags, given_flags, problems, words_of
-from finetune.trace.setting import Setting
+from finetune.planner.question import METHODS, Question
+from finetune.trace.setting import Method, Setting
 from finetune.trace.tracer import Tracer
 from finetune.units import GIB
 

@@ -1,6 +1,7 @@
 """A model's config.json, read from a folder, a file or the hub, without PyTorch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,20 @@ def _download(model_id: str, revision: str | None) -> Path:
             f"{model_id}{at} is not a local folder, and its config.json cannot be downloaded from the hub "
             f"({first_line(cause)}); check the name and the network, log in with `hf auth login`, or give {INSTEAD}."
         ) from error
+
+
+def published_bits(config: Mapping[str, Any]) -> int | None:
+    """Bits that bitsandbytes quantised a published model's linear layers to; None for one that is not quantised.
+
+    Raises:
+        InputError: for a model that is quantised by something else.
+    """
+    stored = config.get("quantization_config")
+    if not stored:
+        return None
+    method = stored.get("quant_method", "an unknown method") if isinstance(stored, Mapping) else stored
+    if isinstance(stored, Mapping) and (method == "bitsandbytes" or {"load_in_4bit", "load_in_8bit"} & set(stored)):
+        return 4 if stored.get("load_in_4bit") else 8
+    raise InputError(
+        f"config.json: the model is published quantised with {method}, which is not supported; use its 16-bit version."
+    )

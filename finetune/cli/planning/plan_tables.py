@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.planner.changes import is_reduced, reduction
-from finetune.planner.choose import Plan, why_nothing_fits
+from finetune.cli.planning.launch_command import in_lines, launch_command
+from finetune.cli.planning.reasons import joined, reasons
+from finetune.planner.changes import reduction
+from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import COMFORTABLE, Row
-from finetune.planner.launch_command import in_lines
 from finetune.planner.memory import PARTS
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import Question
@@ -80,8 +81,8 @@ def _memory_table(plan: Plan, rows: Sequence[Row]) -> Table:
 def _legend_of_reduced(plan: Plan, rows: Sequence[Row]) -> str:
     """Rows of one method, full fine-tuning, are all reduced alike."""
     for row in rows:
-        if is_reduced(row.setting, plan.question.base):
-            return f" *: with {' and '.join(reduction(row.setting, plan.question.base))}."
+        if reduced := reduction(row.setting, plan.question.base):
+            return f" *: with {joined(reduced)}."
     return ""
 
 
@@ -115,11 +116,10 @@ def _table(plan: Plan, rows: Sequence[Row], columns: Sequence[tuple[str, Callabl
     for head, _ in columns:
         table.add_column(head, justify="right")
     table.add_column("")
-    best = plan.recommendation.row if plan.recommendation else None
     for row in rows:
-        method = row.method.text + ("*" if is_reduced(row.setting, plan.question.base) else "")
-        cells = [">" if row is best else "", row.setting.strategy, method, *(cell(row) for _, cell in columns)]
-        style = "bold" if row is best else ""
+        method = row.setting.method.text + ("*" if reduction(row.setting, plan.question.base) else "")
+        cells = [">" if row is plan.best else "", row.setting.strategy, method, *(cell(row) for _, cell in columns)]
+        style = "bold" if row is plan.best else ""
         table.add_row(*(Text(cell, style) for cell in cells), Text(WORDS[row.verdict], STYLES[row.verdict]))
     return table
 
@@ -143,14 +143,13 @@ def _needs_legend(question: Question) -> str:
 
 def _print_advice(console: Console, plan: Plan) -> None:
     """The first sentence is the answer."""
-    recommendation = plan.recommendation
-    first, *others = recommendation.reasons if recommendation else why_nothing_fits(plan)
+    first, *others = reasons(plan)
     _say(console, first, "bold")
     for sentence in others:
         _say(console, sentence)
-    if recommendation is not None:
+    if plan.best is not None:
         console.print()
-        console.print(Text(in_lines(recommendation.command)), soft_wrap=True)
+        console.print(Text(in_lines(launch_command(plan.question, plan.best.setting))), soft_wrap=True)
         console.print()
 
 

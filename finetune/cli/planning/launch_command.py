@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterable
 
 from finetune.hardware.cards import Machines
+from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question
 from finetune.trace.setting import Setting
 
@@ -44,19 +45,11 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
 
 def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
     """Keys of the recipe that make a run this one, whatever its configuration says."""
-    flags = {
-        "train.micro_batch_size": str(setting.micro_batch_size),
-        "train.activation_checkpointing": "full" if setting.activation_checkpointing else "none",
-    }
-    if setting.weights != question.base.weights:
-        flags["train.weights"] = setting.weights
-    if setting.optimizer != question.base.optimizer:
-        flags["train.optimizer"] = setting.optimizer
-    if (setting.adapter, setting.bits) != (question.base.adapter, question.base.bits):
-        flags["adapter.type"] = setting.adapter
-        if not question.model.published_bits:
-            flags["quantization.bits"] = str(setting.bits or "none")
-    return flags
+    always = {KEYS[field][0]: KEYS[field][1](setting) for field in ("micro_batch_size", "activation_checkpointing")}
+    changed = differing(setting, question.base, ("weights", "optimizer", "adapter", "bits"))
+    if question.model.published_bits:
+        changed.pop("quantization.bits", None)
+    return always | changed
 
 
 def in_lines(words: Iterable[Iterable[str]], width: int = WIDTH) -> str:

@@ -1,22 +1,23 @@
 """The probe: real steps of the recipe's own pieces on a GPU, and what they took.
 
-A prediction is held against it (``planner.probed``). The model has random weights. One step is taken first, in which
+A prediction is held against it (``probed``). The model has random weights. One step is taken first, in which
 libraries settle and the optimizer makes its state, and is not measured.
 
 Limits: one GPU, without sharding. ``probe_in_child`` keeps it out of the caller's process; the child is
-``python -m finetune.trace.probe`` with a question on its standard input.
+``python -m finetune.cli.planning.probe`` with a question on its standard input.
 """
 
 import contextlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import InputError
-from finetune.trace.child import answer_of
+from finetune.errors import InputError, RunStopped
+from finetune.trace.asking import environment_of_child
 from finetune.trace.setting import Setting, setting_of
 from finetune.units import GIB
 
@@ -47,15 +48,25 @@ def probe_in_child(model_config: Mapping[str, Any], setting: Setting) -> Probed:
         InputError: if a step ran out of memory.
         RunStopped: if the child failed, or took too long.
     """
-    answer = answer_of(
-        "finetune.trace.probe",
-        {"model": dict(model_config), "setting": asdict(setting)},
-        {"ACCELERATE_MIXED_PRECISION": setting.precision},
-        name="probe",
-        instead="leave --probe out",
-        patience_seconds=PATIENCE_SECONDS,
-    )
-    return Probed(**answer)
+    instead = "leave --probe out"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps({"model": dict(model_config), "setting": asdict(setting)}),
+            env=environment_of_child({"ACCELERATE_MIXED_PRECISION": setting.precision}),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunStopped(f"The probe was ended after {PATIENCE_SECONDS:.0f} seconds; {instead}.") from error
+    if done.returncode == 2:
+        raise InputError(json.loads(done.stdout)["problems"])
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunStopped(f"The probe failed with exit code {done.returncode} ({reason}); {instead}.")
+    return Probed(**json.loads(done.stdout))
 
 
 def probe(model_config: dict[str, Any], setting: Setting) -> Probed:

@@ -1,54 +1,71 @@
-"""Why a row is recommended, in sentences: what it needs, what it gives up, and what else there is."""
+"""An answer in sentences: why a row is recommended, what it needs, what it gives up, and what else there is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from finetune.planner import largest_term
-from finetune.planner.changes import given_up, is_reduced, reduction, with_8_bit_state, with_bf16_weights
+from finetune.cli.planning import largest_term
+from finetune.planner.changes import given_up, reduction, with_8_bit_state, with_bf16_weights
+from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import Need, Row
 from finetune.planner.preference import SAME_SPEED, bands
-from finetune.planner.question import Question
 from finetune.units import GIB
 
 FIT = {"fits": ("fits", "fit"), "tight": ("may just fit", "may just fit")}
 """One and several."""
 
 
-def reasons(question: Question, best: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Sentences on the row to take.
-
-    Args:
-        rows: all of the answer, the row to take first.
-    """
+def reasons(plan: Plan) -> tuple[str, ...]:
+    """Sentences on the row to take, the choice first; or where nothing fits, on what would."""
+    if plan.best is None:
+        return _nothing_fits(plan)
     return (
-        f"{_choice(question, best, rows)} It needs {_needs(best)}.",
-        *_less_exact(question, best, rows),
-        *_left_untried(question, best, rows),
-        *_faster_offloaded(best, rows),
-        *_threads_of_the_host(best),
-        *_every_weight(question, best, rows),
-        largest_term.sentence(question, best),
+        f"{_choice(plan, plan.best)} It needs {_needs(plan.best)}.",
+        *_less_exact(plan, plan.best),
+        *_left_untried(plan, plan.best),
+        *_faster_offloaded(plan, plan.best),
+        *_threads_of_the_host(plan.best),
+        *_every_weight(plan, plan.best),
+        largest_term.sentence(plan.question, plan.best),
     )
 
 
-def host_memory(row: Row) -> str:
+def _nothing_fits(plan: Plan) -> tuple[str, ...]:
+    """What would fit, and what takes most of the row that is nearest to fitting."""
+    least, nearest = plan.rows[0], plan.nearest
+    worst = least.worst
+    if nearest is None:
+        found = [
+            f"Nothing fits, and no similar option does: {least.name} needs {worst.bytes / GIB:,.1f} GiB of "
+            f"{worst.what}, but there are {(worst.there or 0) / GIB:,.1f} GiB.",
+            "Use more or larger GPUs, or a smaller model.",
+        ]
+    else:
+        host = f", with {_host_memory(nearest.row)}" if nearest.row.offloads else ""
+        found = [f"Nothing fits. The nearest option that fits is {nearest.row.name}{host}: {nearest.text}."]
+        found += nearest.given_up
+    if worst is least.gpu:
+        found.append(largest_term.sentence(plan.question, least, f"the peak of {least.name}"))
+    return tuple(found)
+
+
+def _host_memory(row: Row) -> str:
     """What a machine must have, as part of a sentence."""
     return f"{_of_those_there(row.host)} of host memory per machine"
 
 
-def _choice(question: Question, best: Row, rows: Sequence[Row]) -> str:
+def _choice(plan: Plan, best: Row) -> str:
     """Out of how many; what offloads, or is less exact than asked, is counted apart."""
-    asked = question.base
+    asked = plan.question.base
     alike = [
         row
-        for row in rows
+        for row in plan.rows
         if (row.verdict, row.offloads) == (best.verdict, best.offloads)
-        and is_reduced(row.setting, asked) == is_reduced(best.setting, asked)
+        and bool(reduction(row.setting, asked)) == bool(reduction(best.setting, asked))
     ]
-    gpus = "on the GPU" if question.machines.world_size == 1 else "on the GPUs"
+    gpus = "on the GPU" if plan.question.machines.world_size == 1 else "on the GPUs"
     where = "with offload" if best.offloads else gpus
     one, several = (f"{fit} {where}" for fit in FIT[best.verdict])
     of_same_speed = bands(alike)[0]
-    if len(rows) == 1:
+    if len(plan.rows) == 1:
         rank = one
     elif len(alike) == 1:
         rank = f"is the only option that {one}"
@@ -60,10 +77,10 @@ def _choice(question: Question, best: Row, rows: Sequence[Row]) -> str:
     before = ""
     if best.verdict == "tight":
         before = "No option leaves a tenth of the memory free: "
-    elif best.offloads and not all(row.offloads for row in rows):
+    elif best.offloads and not all(row.offloads for row in plan.rows):
         before = f"Nothing fits {gpus} alone: "
-    elif is_reduced(best.setting, asked):
-        before = f"With {' and '.join(reduction(best.setting, asked))}, "
+    elif reduced := reduction(best.setting, asked):
+        before = f"With {joined(reduced)}, "
     return _sentence_start(f"{before}{best.name} {rank}.")
 
 
@@ -73,7 +90,7 @@ def _needs(row: Row) -> str:
         parts.append(f"{_of_those_there(row.disk)} of disk")
     if row.offloads or (row.worst is row.host and row.verdict == "tight"):
         hint = " (see --host-memory)" if row.host.there is None else ""
-        parts.append(host_memory(row) + hint)
+        parts.append(_host_memory(row) + hint)
     return " and ".join(parts)
 
 
@@ -82,49 +99,51 @@ def _of_those_there(need: Need) -> str:
     return f"{need.bytes / GIB:,.0f}{there} GiB"
 
 
-def _less_exact(question: Question, best: Row, rows: Sequence[Row]) -> list[str]:
+def _less_exact(plan: Plan, best: Row) -> list[str]:
     """What bf16 weights and 8-bit state give up, and how to keep it."""
-    asked = question.base
-    if not is_reduced(best.setting, asked):
+    asked = plan.question.base
+    if not reduction(best.setting, asked):
         return []
-    kept = f"With {' '.join(f'--{key}' for key in reduction(asked, best.setting))}, "
+    kept = f"With {' '.join(f'--{key} {value}' for key, value in reduction(asked, best.setting).items())}, "
     exact = [
         row
-        for row in rows
-        if row.method == best.method and not is_reduced(row.setting, asked) and row.verdict != "does not fit"
+        for row in plan.rows
+        if row.setting.method == best.setting.method
+        and not reduction(row.setting, asked)
+        and row.verdict != "does not fit"
     ]
     if not exact:
         return [*given_up(best.setting, asked), kept + "nothing fits."]
     strategy, speed = exact[0].setting.strategy, _speed(exact[0], best)
-    how = f"reaches {speed} of that speed, with {host_memory(exact[0])}"
+    how = f"reaches {speed} of that speed, with {_host_memory(exact[0])}"
     if not exact[0].offloads:
         how = f"may just fit, at {speed} of that speed"
     return [*given_up(best.setting, asked), f"{kept}{strategy} {how}."]
 
 
-def _left_untried(question: Question, best: Row, rows: Sequence[Row]) -> list[str]:
+def _left_untried(plan: Plan, best: Row) -> list[str]:
     """What would have been tried before offload, had it been left open."""
-    if not best.offloads or best.setting.adapter != "none" or all(row.offloads for row in rows):
+    if not best.offloads or best.setting.adapter != "none" or all(row.offloads for row in plan.rows):
         return []
-    base, untried = question.base, {}
-    if "weights" in question.chosen and with_bf16_weights(base):
+    base, untried = plan.question.base, {}
+    if "weights" in plan.question.chosen and with_bf16_weights(base):
         untried["train.weights"] = "bf16 weights"
-    if "optimizer" in question.chosen and with_8_bit_state(base):
+    if "optimizer" in plan.question.chosen and with_8_bit_state(base):
         untried["train.optimizer"] = "8-bit optimizer state"
     if not untried:
         return []
     return [f"Leave out {' and '.join(untried)} to have {' and '.join(untried.values())} tried before offload."]
 
 
-def _faster_offloaded(best: Row, rows: Sequence[Row]) -> list[str]:
+def _faster_offloaded(plan: Plan, best: Row) -> list[str]:
     """What offloading could gain, where nothing needs it."""
-    offloaded = [row for row in rows if row.verdict == best.verdict and row.offloads]
+    offloaded = [row for row in plan.rows if row.verdict == best.verdict and row.offloads]
     fastest = max(offloaded, key=lambda row: row.time.tokens_per_second, default=best)
     if best.offloads or fastest.time.tokens_per_second <= (1 + SAME_SPEED) * best.time.tokens_per_second:
         return []
     return [
         f"{_sentence_start(fastest.name)} is predicted to reach {_speed(fastest, best)} of that speed if every "
-        f"transfer overlaps with computation, with {host_memory(fastest)}."
+        f"transfer overlaps with computation, with {_host_memory(fastest)}."
     ]
 
 
@@ -139,15 +158,23 @@ def _threads_of_the_host(best: Row) -> list[str]:
     ]
 
 
-def _every_weight(question: Question, best: Row, rows: Sequence[Row]) -> list[str]:
+def _every_weight(plan: Plan, best: Row) -> list[str]:
     """How to train every weight, where an adapter is recommended."""
-    whole = [row for row in rows if row.setting.adapter == "none" and row.verdict == best.verdict and not row.offloads]
+    whole = [
+        row for row in plan.rows if row.setting.adapter == "none" and row.verdict == best.verdict and not row.offloads
+    ]
     if best.setting.adapter == "none" or not whole:
         return []
-    row, asked = whole[0], question.base
-    changed = f" with {' and '.join(reduction(row.setting, asked))}" if is_reduced(row.setting, asked) else ""
+    row, asked = whole[0], plan.question.base
+    reduced = reduction(row.setting, asked)
+    changed = f" with {joined(reduced)}" if reduced else ""
     speed = _speed(row, best)
     return [f"To train every weight, use {row.setting.strategy}{changed}: {speed} of that speed (--method full)."]
+
+
+def joined(keys: Mapping[str, str]) -> str:
+    """Keys and their values, as part of a sentence."""
+    return " and ".join(f"{key} {value}" for key, value in keys.items())
 
 
 def _speed(row: Row, best: Row) -> str:
