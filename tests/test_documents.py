@@ -32,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.tables import PARTS, recorded, with_part
 from finetune.cli import commands, export_options, setup_options, talk_options, train_options
-from finetune.config import sections
+from finetune.config import adapter_file, sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
 from finetune.config.recipe_classes import class_of
@@ -90,6 +90,12 @@ def anchor(title: str) -> str:
 
 
 # Pages, links, paths
+
+
+@pytest.fixture(autouse=True)
+def named_adapters_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of adapter.from, which a configuration is completed with as it is read."""
+    monkeypatch.setattr(adapter_file, "continued", lambda path, given: {"type": "lora"})
 
 
 def test_there_are_documents_to_check():
@@ -315,7 +321,11 @@ def keys(document: str) -> list[tuple[str, str | None]]:
 def problems_of_key(key: str, value: str | None) -> str:
     section, name = key.split(".")
     every: tuple[Any, ...] = (Config, pretrain.Config)
-    knowing = [known for known in every if name in known.model_fields[section].annotation.model_fields]
+    knowing = [
+        known
+        for known in every
+        if name in {each.alias or own for own, each in known.model_fields[section].annotation.model_fields.items()}
+    ]
     if not knowing:
         return f"{key} is no key"
     try:
