@@ -31,7 +31,15 @@ from benchmarks import (
     trl_reference,
 )
 from benchmarks.tables import PARTS, recorded, with_part
-from finetune.cli import commands, export_options, setup_options, talk_options, train_options
+from finetune.cli import (
+    commands,
+    evaluate_options,
+    export_options,
+    report_verb,
+    setup_options,
+    talk_options,
+    train_options,
+)
 from finetune.config import adapter_file, sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
@@ -99,7 +107,7 @@ def named_adapters_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_documents_to_check():
-    assert len(PAGES) == 14
+    assert len(PAGES) == 19
     assert sum(len(spans(document)) for document in DOCUMENTS) > 300
 
 
@@ -227,6 +235,8 @@ def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         talk_options: ["_generate", "_chat"],
         train_options: ["_train"],
         export_options: ["_export"],
+        evaluate_options: ["_evaluate"],
+        report_verb: ["_report"],
     }
     for module, name in [(module, name) for module, names in verbs.items() for name in names]:
         monkeypatch.setattr(module, name, lambda options: taken.append(options) or 0)
@@ -361,7 +371,7 @@ def test_yaml_and_json_in_the_documents_are_read_as_configuration_and_rows(tmp_p
             assert language in ("bash", "console", "python", "text"), language
             continue
         read[language] += 1
-    assert read == {"yaml": 3, "json": 4}
+    assert read == {"yaml": 5, "json": 4}
 
 
 # Tables and figures

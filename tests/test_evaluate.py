@@ -1,4 +1,4 @@
-"""``finetune evaluate``: scores are those of the run and of transformers; two models are compared row by row."""
+"""``finetune evaluate``: its scores are those of the run and of transformers; two models are compared row by row."""
 
 import json
 import math
@@ -75,10 +75,13 @@ def test_answers_are_scored_and_written_with_the_rows(
     rows = [{"id": i, "prompt": "a " * (5 - i), "answer": "b"} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lengths: list[int] = []
+    longest = len(
+        tiny.build_tokenizer()("<|im_start|>user\na a a a a <|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    )
 
     def said(self: Speaker, prompts: Any, manner: Any) -> list[Answer]:
         lengths.append(len(prompts))
-        return [Answer("b" if len(prompt) > 12 else "so b", 1, False) for prompt in prompts]
+        return [Answer("b" if len(prompt) > longest - 3 else "so b", 1, False) for prompt in prompts]
 
     monkeypatch.setattr(Speaker, "answers", said)
     output = tmp_path / "answers.jsonl"
@@ -111,7 +114,7 @@ def test_choices_have_the_log_probabilities_of_transformers(
         expected = []
         for choice in row["choices"]:
             ids = torch.tensor([tokenizer(row["prompt"].rstrip() + " " + choice)["input_ids"]])
-            begin = len(tokenizer(row["prompt"])["input_ids"])
+            begin = len(tokenizer(row["prompt"].rstrip())["input_ids"])
             with torch.no_grad():
                 scores = model(ids).logits.log_softmax(-1)[0, :-1]
             expected.append(scores.gather(1, ids[0, 1:, None])[begin - 1 :].sum().item())

@@ -176,7 +176,7 @@ def test_what_cannot_fit_is_not_started_unless_a_strategy_is_named(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("nope.yaml", "nope.yaml: there is no such file; give the configuration first"),
+        ("nope.yaml", "nope.yaml is not a file; give the configuration first"),
         ("--config {sample}", "Give the configuration first, without --config"),
         ("{sample} --train.epoch 2", "Unknown flag --train.epoch; did you mean train.epochs?"),
         ("{sample} --strategy fdsp2", "unknown strategy fdsp2; did you mean fsdp2?"),

@@ -70,7 +70,7 @@ def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
     if options.recipe is None:
         if not Path(options.config).is_file():
             raise InputError(
-                f"{options.config}: there is no such file; give the configuration first, for example "
+                f"{options.config} is not a file; give the configuration first, for example "
                 "recipes/configs/sample.yaml, which finetune init DIR unpacks."
             )
         return _ours(script_of(parse(class_of(arguments), arguments)))

@@ -1,6 +1,6 @@
 """Rows of a task as a model takes them: tokens of the questions, and of each choice behind its question."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,11 +47,7 @@ def asked_rows(
     prompts = [row.prompt for row in rows]
     texts = texts_of(prompts, TemplateProcess(tokenizer))
     tokens = [tokens_of(tokenizer, prompt, text) for prompt, text in zip(prompts, texts)]
-    choices = [
-        _choice(row, text + continuation, ids, tokenizer)
-        for row, text, ids in zip(rows, texts, tokens)
-        for continuation in row.continuations()
-    ]
+    choices = [each for row, text, ids in zip(rows, texts, tokens) for each in _choices(row, text, ids, tokenizer)]
     wrong = room_problems(
         [row.source for row in choices], [row.tokens[1:].tolist() for row in choices], positions, name
     )
@@ -60,11 +56,20 @@ def asked_rows(
     return AskedRows(list(rows), tokens, choices)
 
 
-def _choice(row: TaskRow, text: str, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Row:
-    """The tokens of question and choice together; the choice's are those behind as many as the question alone has."""
-    tokens = tokens_of(tokenizer, row.prompt, text)
-    first = max(1, min(len(prompt), len(tokens) - 1))
-    return Row(np.array(tokens, np.int32), [(first, len(tokens))], row.prompt.source)
+def _choices(row: TaskRow, text: str, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+    """Question and choice as one text; the choice's tokens are those behind as many as the question alone has.
+
+    Of a plain question, white space at its end goes with the choice, for many tokens begin with a space: of "it is "
+    and "red" the choice is " red".
+    """
+    begin, gap = text, ""
+    if row.prompt.is_text:
+        begin = text.rstrip()
+        gap, prompt = text[len(begin) :] or " ", tokens_of(tokenizer, row.prompt, begin)
+    for choice in row.choices:
+        tokens = tokens_of(tokenizer, row.prompt, begin + gap + choice)
+        first = max(1, min(len(prompt), len(tokens) - 1))
+        yield Row(np.array(tokens, np.int32), [(first, len(tokens))], row.prompt.source)
 
 
 def _plain(rows: Sequence[TaskRow]) -> list[TaskRow]:

@@ -30,11 +30,6 @@ class TaskRow:
     """The right answer, or the right choice."""
     choices: tuple[str, ...] = ()
 
-    def continuations(self) -> list[str]:
-        """The choices as they follow the text of the prompt: where no template begins an answer, a space does."""
-        has_gap = self.prompt.is_text and not self.prompt.asked.prompt[-1:].isspace()
-        return [" " * has_gap + choice for choice in self.choices]
-
     def judged(self, score: Score, answer: str) -> float:
         """The score of an answer, from 0 to 1."""
         assert score.judge is not None
