@@ -52,7 +52,7 @@ from recipes.sft import Config
 ROOT = Path(__file__).parent.parent
 INDEX = "docs/README.md"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
+DOCUMENTS = ["README.md", "README.ja.md", "CONTRIBUTING.md", *PAGES]
 PROJECT_README = "finetune/cli/project_readme.md"
 """Unpacked by `finetune init`, whose folder its links are for; only its commands are checked."""
 LONGEST_README = 190
@@ -113,6 +113,17 @@ def test_there_are_documents_to_check():
 
 def test_readme_is_short_enough_for_a_door():
     assert len(README.splitlines()) <= LONGEST_README
+
+
+def test_readme_in_japanese_has_the_commands_and_the_output_of_the_english_one():
+    english, japanese = fences("README.md"), fences("README.ja.md")
+    assert japanese == english[:-1]  # the last is the layout
+    commands_of = [
+        re.findall(r"^\| (`.*?`) \| ", text_of(name).split(f"## {title}")[1], flags=re.MULTILINE)
+        for name, title in (("README.md", "Commands"), ("README.ja.md", "コマンド"))
+    ]
+    assert commands_of[0] == commands_of[1]
+    assert len(commands_of[0]) > 10
 
 
 def links(document: str) -> list[str]:
@@ -371,7 +382,7 @@ def test_yaml_and_json_in_the_documents_are_read_as_configuration_and_rows(tmp_p
             assert language in ("bash", "console", "python", "text"), language
             continue
         read[language] += 1
-    assert read == {"yaml": 5, "json": 4}
+    assert read == {"yaml": 5, "json": 5}
 
 
 # Tables and figures

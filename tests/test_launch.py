@@ -120,7 +120,7 @@ def test_launch_trains_prints_once_and_ends_well(launched: Launch, runs: Runs):
     assert f"The fine-tuned model is in {output / 'final'}" in result.stdout
     assert "Traceback" not in result.stderr
     assert max(len(line) for line in result.stdout.splitlines() if "┃" in line or "│" in line) <= 80
-    left = {".lock", "checkpoints", "final", "metrics.jsonl", "run.yaml"}
+    left = {".lock", "checkpoints", "final", "metrics.jsonl", "report.html", "report.png", "run.yaml"}
     assert {path.name for path in output.iterdir()} == left
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import finetune
 from finetune.cli.commands import main
 from finetune.config.command_line import to_yaml
 from finetune.errors import InputError
+from finetune.run import from_python
 from recipes import dpo, sft
 
 ROOT = Path(__file__).parent.parent
@@ -91,27 +93,25 @@ def test_train_is_the_recipe_with_a_file_and_the_keys_that_win_over_it(
     assert own.metrics["loss"].tolist() == result.metrics["loss"].tolist()
 
 
-def test_train_finds_the_recipe_by_its_keys(weights_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    sections: dict[str, Any] = {
-        "model": {"path": weights_folder},
-        "data": {"train": ["pairs.jsonl"]},
-        "train": {"output_dir": tmp_path, "steps": 1},
-    }
-    from finetune.run import from_python
-
-    asked = []
-    monkeypatch.setattr(from_python, "_recipe", lambda script: asked.append(script) or FakeRecipe)
-    assert finetune.train(**sections) == "trained ['pairs.jsonl']"
-    assert finetune.train(dpo={"loss": "ipo"}, **sections) == "trained ['pairs.jsonl']"
-    assert asked == ["recipes/sft.py", "recipes/dpo.py"]
-
-
 class FakeRecipe:
     Config = dpo.Config
 
     @staticmethod
     def main(cfg: dpo.Config) -> str:
         return f"trained {cfg.data.train}"
+
+
+def test_train_finds_the_recipe_by_its_keys(weights_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sections: dict[str, Any] = {
+        "model": {"path": weights_folder},
+        "data": {"train": ["pairs.jsonl"]},
+        "train": {"output_dir": tmp_path, "steps": 1},
+    }
+    asked = []
+    monkeypatch.setattr(from_python, "_recipe", lambda script: asked.append(script) or FakeRecipe)
+    assert finetune.train(**sections) == "trained ['pairs.jsonl']"
+    assert finetune.train(dpo={"loss": "ipo"}, **sections) == "trained ['pairs.jsonl']"
+    assert asked == ["recipes/sft.py", "recipes/dpo.py"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def together():
 
 
 with launched_as(sys.argv[3], 2, "no"):
-    notebook_launcher(together, num_processes=2, use_port="0")
+    notebook_launcher(together, num_processes=2, use_port=sys.argv[4])
 finetune.train(file, quantization={"bits": 4}, train={"output_dir": alone.folder.parent / "quantised", "steps": 1})
 result = finetune.RunResult(alone.folder.parent / "together")
 assert result.record["strategy"]["processes"] == 2, result.record["strategy"]
@@ -161,8 +161,12 @@ def test_kernel_that_has_trained_an_adapter_starts_processes_with_notebook_launc
     """With the losses of one process; and weights can be quantised after it."""
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(scenarios.configuration(weights_folder, conversations, tmp_path / "alone", **LORA)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    strategy_file = ROOT / "accelerate_configs" / "fsdp2.yaml"
     done = subprocess.run(
-        [sys.executable, "-c", KERNEL, file, tmp_path / "together", ROOT / "accelerate_configs" / "fsdp2.yaml"],
+        [sys.executable, "-c", KERNEL, file, tmp_path / "together", strategy_file, port],
         cwd=ROOT,
         env=os.environ | {"ACCELERATE_MIXED_PRECISION": "no"},
         capture_output=True,
