@@ -251,7 +251,7 @@ def test_one_tiny_run_goes_through_the_same_processes_without_a_gpu(tmp_path: Pa
         measured["tokens_of_a_step"] == plan_cases.REHEARSED.setting.tokens * plan_cases.REHEARSED.setting.accumulation
     )
     # the run asked the planner the same question, and traced nothing anew: the model's sizes, and a step of all layers
-    assert len([*(tmp_path / "cache").rglob("*.json")]) == 2
+    assert len([*(tmp_path / "cache" / "finetune").rglob("*.json")]) == 2
     assert measured["peak_gib_predicted_by_the_run"] == round(run["predicted"]["peak_gib"], 4)
     assert measured["allocated_gib"] == pytest.approx(run["predicted"]["peak_gib"])
     assert {"torch", "transformers"} <= set(run["environment"]["packages"])

@@ -11,7 +11,20 @@ import tiny
 
 from finetune.cli import commands
 
-VERBS = ("init", "doctor", "train", "merge", "generate", "chat", "data", "plan", "checkpoint")
+VERBS = (
+    "init",
+    "doctor",
+    "train",
+    "merge",
+    "export",
+    "generate",
+    "chat",
+    "evaluate",
+    "report",
+    "data",
+    "plan",
+    "checkpoint",
+)
 SLOW = {"torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "numpy", "rich", "pydantic"}
 
 

@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tiny import build_model_folder, write_conversations, write_weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 UNPACKED = [
@@ -98,3 +100,39 @@ def test_help_answers_without_importing_the_heavy_libraries(installed: Path):
     check = "import sys, finetune.cli.commands; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))"
     printed = subprocess.run([str(installed), "-c", check], capture_output=True, text=True, env=OUTSIDE, timeout=60)
     assert printed.stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_a_newcomer_comes_from_rows_of_their_own_to_a_model_for_transformers(installed: Path, tmp_path: Path):
+    """In an empty folder, by the commands of the README: look, plan, train with QLoRA, talk, score, report, merge."""
+    base = write_weights(build_model_folder(tmp_path / "base", hidden_size=128))
+    write_conversations(tmp_path / "mine.jsonl", 16)
+    write_conversations(tmp_path / "held_out.jsonl", 4, seed=1)
+    environment = OUTSIDE | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def says(verb: str, *arguments: str, read: str = "") -> str:
+        command = [str(installed), "-m", "finetune.cli", verb, *arguments]
+        done = subprocess.run(
+            command, input=read, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=180
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    flags = ["--model.path", str(base), "--data.train", "mine.jsonl", "--data.eval", "held_out.jsonl"]
+    flags += ["--data.max_length", "64", "--quantization.bits", "4", "--adapter.type", "lora"]
+    flags += ["--train.output_dir", "run", "--train.steps", "2", "--train.global_batch_size", "4"]
+    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "configs" / "sample.yaml").read_text())
+    assert "A run would accept these data." in says("data", "--config", "mine.yaml", *flags)
+    assert "fits" in says("plan", "--config", "mine.yaml", *flags, "--gpus", "1x24GB")
+    assert "step 2/2" in says("train", "mine.yaml", *flags, "--mixed-precision", "no")
+    answer = says("generate", "run", "the red house", "--max-new-tokens", "4")
+    assert answer.strip() in says("chat", "run", "--max-new-tokens", "4", read="the red house\n")
+    assert "exact_match" in says("evaluate", "run", "--score", "exact_match")
+    says("report", "run", "--output", "page.html")
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    says("merge", "run", "--output", "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.config.model_type == "llama"
+    assert "quantization_config" not in model.config.to_dict()
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template

@@ -16,13 +16,14 @@ import torch
 
 def import_peft() -> None:
     """Import PEFT; call it where nobody may have done so yet."""
-    if {"peft", "bitsandbytes"} & set(sys.modules):
-        return
-    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # ``peft.helpers`` then does without it
+    is_hidden = not {"peft", "bitsandbytes"} & set(sys.modules)
+    if is_hidden:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # ``peft.helpers`` then does without it
     try:
         import peft  # noqa: F401
     finally:
-        del sys.modules["bitsandbytes"]
+        if is_hidden:
+            del sys.modules["bitsandbytes"]
 
 
 @contextmanager
