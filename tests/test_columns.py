@@ -13,7 +13,7 @@ from test_formats import ROWS
 
 from finetune.cli import commands
 from finetune.config import command_line
-from finetune.data import dataset
+from finetune.data import dataset, encoding_workers, streaming
 from finetune.data.columns import FIELDS, Columns, problems, renamed
 from finetune.data.encoding import Settings
 from finetune.data.formats import Example
@@ -92,6 +92,28 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest_and_what_the_rows_
     with pytest.raises(InputError) as error:
         stream(path, (*ASKED, ("system", "Questoin")))
     assert error.value.problems == [expected.replace("prompt", "system")]
+
+
+def test_an_optional_column_of_a_stream_may_begin_behind_the_first_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(streaming, "WINDOW", 2)
+    monkeypatch.setattr(encoding_workers, "RECORDS_AT_ONCE", 1)
+    chat = {"messages": [{"role": "user", "content": "the tree"}, {"role": "assistant", "content": "walks"}]}
+    path = write(tmp_path / "rows.jsonl", *[chat] * 4, chat | {"sys": "the stone"})
+    first, *_ = stream(path, (("system", "sys"),)).describe()
+    assert first == (
+        "data.columns: none of the first 2 documents has a column 'sys', which is to hold system; the first row has "
+        "'messages'."
+    )
+    with pytest.raises(
+        InputError, match="none of the first 2 documents has a column 'talk', which is to hold messages"
+    ):
+        stream(path, (("messages", "talk"),))
+    monkeypatch.setattr(streaming, "WINDOW", 6)  # which all rows are in
+    assert "streaming" in stream(path, (("system", "sys"),)).describe()[0]
+    with pytest.raises(InputError, match="no row has a column 'system prompt'"):
+        stream(path, (("system", "system prompt"),))
 
 
 def test_a_row_that_lacks_a_column_is_refused_by_its_line_with_the_columns_name(tmp_path: Path):

@@ -10,9 +10,10 @@ import torch
 import yaml
 from accelerate import Accelerator
 from scenarios import configuration
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from finetune.data.rows import Rows
+from finetune.errors import InputError
 from finetune.models import loading as models
 from finetune.training import evaluation
 from finetune.training.evaluation import Question, answers, exact_match, questions, shown
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_answers_in_batches_are_those_of_each_question_alone(model: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch):
     accelerator, tokenizer = Accelerator(cpu=True), tiny.build_tokenizer()
-    asked = questions(0, rows, tokenizer, compared=True)
+    asked = questions(0, rows, tokenizer, None, compared=True)
     assert len({len(question.prompt) for question in asked}) > 3  # there is padding
     calls: list[int] = []
     together = models.answers
@@ -57,13 +58,34 @@ def test_answers_in_batches_are_those_of_each_question_alone(model: Any, rows: R
 def test_batches_hold_every_question_once_and_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)
     asked = [Question(str(n), [1] * n, "x", 10) for n in (40, 8, 30, 200)]
-    batches = list(evaluation._batches(asked, 5, 1))
+    batches = list(evaluation._batches(asked, 5, 1, None))
     assert [[question.name for question in batch] for batch in batches] == [["200"], ["40", "30"], ["8"]]
 
 
 def test_answer_that_is_compared_has_room_for_the_whole_expected_one():
-    assert Question("a", [1], "long", 300).most_tokens(64) == 300
-    assert Question("b", [1], "short", 2).most_tokens(64) == 64
+    assert Question("a", [1], "long", 300).most_tokens(64, None) == 300
+    assert Question("b", [1], "short", 2).most_tokens(64, None) == 64
+
+
+def test_answers_end_with_the_models_positions_however_many_processes_there_are():
+    sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = GPT2Config(**sizes, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    model, tokenizer = AutoModelForCausalLM.from_config(config), tiny.build_tokenizer()
+    asked = [Question(str(n), list(range(5, 5 + n)), None) for n in (63, 60, 40, 34, 30)]
+    found = answers(Accelerator(cpu=True), model, tokenizer, asked, 30)
+    model.eval()
+    for question in asked:
+        expected = model.generate(torch.tensor([question.prompt]), max_length=min(64, len(question.prompt) + 30))
+        assert found[question.name] == models.answer_texts(tokenizer, [expected[0, len(question.prompt) :].tolist()])[0]
+    for processes in (1, 2, 4):
+        for batch in evaluation._batches(asked, 30, processes, 64):
+            assert len(batch[0].prompt) + max(each.most_tokens(30, 64) for each in batch) <= 64
+
+
+def test_a_text_that_leaves_no_room_for_an_answer_is_refused():
+    with pytest.raises(InputError, match=r"eval\.prompts: .* leave no room for an answer, because the model has 2 pos"):
+        questions(["the stone"], None, tiny.build_tokenizer(), 2, compared=False)
 
 
 def test_expected_answer_is_the_last_of_the_row_and_cut_rows_are_not_asked(tmp_path: Path):
@@ -73,7 +95,7 @@ def test_expected_answer_is_the_last_of_the_row_and_cut_rows_are_not_asked(tmp_p
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, (row, long, row))))
     tokenizer = tiny.build_tokenizer()
-    asked = questions(["the stone"], tiny.read_rows(path, tokenizer), tokenizer, compared=True)
+    asked = questions(["the stone"], tiny.read_rows(path, tokenizer), tokenizer, None, compared=True)
     assert [question.expected for question in asked] == [None, "walks beside the river", "walks beside the river"]
     assert len({question.name for question in asked}) == 3  # the same question twice is two questions
     assert tokenizer.decode(asked[1].prompt).endswith("<|im_start|>assistant\n")
@@ -108,7 +130,7 @@ def test_run_counts_exact_matches_in_its_record_its_card_and_its_output(
     capsys: pytest.CaptureFixture[str],
 ):
     """Its answers are wrong before training, and right after it but for one."""
-    asked = questions(0, rows, tiny.build_tokenizer(), compared=True)
+    asked = questions(0, rows, tiny.build_tokenizer(), None, compared=True)
     expected = {tuple(question.prompt): question.expected for question in asked}
     assert len(expected) == len(asked) == 10  # of 11 rows, of which one is cut
     calls: list[int] = []

@@ -24,11 +24,13 @@ from finetune.config.refusals import schedule_problems
 from finetune.config.sections import Train
 from finetune.data.batches import IGNORED
 from finetune.data.encoding import Row
+from finetune.data.sampler import EMPTY
 from finetune.errors import InputError
 from finetune.models import adapter
 from finetune.optim.optimizer import build_optimizer
 from finetune.optim.schedule import learning_rate
 from finetune.seeds import seed_of
+from finetune.training import preferences
 from finetune.training.embedding_noise import EmbeddingNoise
 from finetune.training.loss import next_token_loss_sum, take_losses
 from recipes import dpo, pretrain, sft
@@ -259,6 +261,20 @@ def test_noise_of_a_row_does_not_depend_on_what_is_beside_it():
         assert torch.equal(alone, padded[place, :length])
     noise.expect(2, three)
     assert not torch.equal(table(torch.zeros(1, 11, dtype=torch.int64))[0, :4], flat[0])
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_noise_takes_a_pair_that_fills_up_the_last_step_for_the_two_documents_that_it_is(flat: bool):
+    table = torch.nn.Embedding(16, 8)
+    noise = EmbeddingNoise(Holder(table), 5.0, seed=3, fillers=2)
+    pair = [Row(np.arange(1, length, dtype=np.int32), [(1, length - 1)], "") for length in (6, 4)]
+    noisy = []
+    for rows in ([(5, pair)], [(5, pair), (EMPTY, [])]):
+        noise.expect(7, rows)
+        batch = preferences.collate([documents for _, documents in rows], torch.device("cpu"), flat=flat)
+        noisy.append(table(batch.inputs["input_ids"]))
+    alone, filled = noisy
+    assert torch.equal(filled[:, : alone.shape[1]][: alone.shape[0]], alone)
 
 
 def test_warmup_in_steps_and_lowest_rate_are_those_of_transformers_scheduler():

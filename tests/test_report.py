@@ -263,9 +263,20 @@ def test_without_matplotlib_there_is_a_page_and_a_line_that_names_the_command(
     assert not (run / PICTURE).exists()
 
 
+def test_a_report_that_cannot_be_drawn_costs_a_finished_run_a_line(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> bool:
+        raise ValueError("bad style\nin matplotlibrc")
+
+    monkeypatch.setattr("finetune.report.plotted.draw", fails)
+    assert pages.of_finished_run(run).startswith("no report was written (bad style); the result of the run is complete")
+
+
 def test_a_report_that_cannot_be_written_costs_a_finished_run_a_line(run: Path, capsys: pytest.CaptureFixture[str]):
     (run / REPORT).mkdir()
-    assert pages.of_finished_run(run).startswith("no report was written (Is a directory)")
+    assert pages.of_finished_run(run) == (
+        "no report was written (Is a directory); the result of the run is complete, and "
+        f"`finetune report {run}` tries again"
+    )
     assert main(["report", str(run)]) == 2
     assert "choose another file with --output" in capsys.readouterr().err
 

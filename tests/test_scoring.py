@@ -50,6 +50,7 @@ def judged(score: str, answer: str, expected: str = "") -> float:
         ("json_fields", '{"a": "x", "b": [2, 1]}', '{"a": "x", "b": [1, 2]}', 0.5),
         ("json_fields", '{"a": 1}', '{"a": true}', 0),
         ("json_fields", "a: x", '{"a": "x"}', 0),
+        ("json_fields:aa", '{"a": "x"}', '{"a": "x"}', 0),
         ("json_fields: b", '{"a": "y", "b": 1.0}', '{"a": "x", "b": 1}', 1),
     ],
 )
@@ -196,10 +197,33 @@ def test_a_limit_reads_the_first_rows_alone(tmp_path: Path):
 
 def test_rows_that_do_not_fit_a_score_are_refused(tmp_path: Path):
     rows = read(tmp_path, {"prompt": "a"}, {"prompt": "a", "answer": "b"})
-    for score, reason in {"choice": "no choices", "contains": "no answer", "json_fields": "not JSON"}.items():
+    for score, reason in {"choice": "no choices", "contains": "no answer", "json_fields": "not a JSON object"}.items():
         with pytest.raises(InputError, match=reason):
             refuse_unfit(rows, [score_of(score)])
     refuse_unfit(rows, [score_of("json")])
+
+
+@pytest.mark.parametrize(
+    ("score", "answer", "reason"),
+    [
+        ("json_fields", '["kitchen"]', "not a JSON object"),
+        ("json_fields:room", '["room"]', "not a JSON object"),
+        (
+            "json_fields:roomm,do",
+            '{"room": 1, "do": "on"}',
+            "has no field 'roomm', which the score json_fields:roomm,do",
+        ),
+    ],
+)
+def test_rows_without_the_fields_that_a_score_compares_are_refused(
+    score: str, answer: str, reason: str, tmp_path: Path
+):
+    rows = read(
+        tmp_path, {"prompt": "a", "answer": '{"room": 1, "do": "on", "roomm": 2}'}, {"prompt": "a", "answer": answer}
+    )
+    refuse_unfit(rows[:1], [score_of(score)])
+    with pytest.raises(InputError, match=rf"rows\.jsonl:2: its answer .*{reason}"):
+        refuse_unfit(rows, [score_of(score)])
 
 
 def test_choices_follow_the_question_by_the_template_or_after_a_space(tmp_path: Path):

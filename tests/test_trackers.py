@@ -9,6 +9,7 @@ import scenarios
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 
+from finetune.config import sections
 from finetune.errors import InputError
 from finetune.run import trackers
 from recipes import sft
@@ -45,8 +46,8 @@ class Fake(GeneralTracker):
         if len(self.calls) == self.fails_at:
             raise ConnectionError("server gone")
 
-    def finish(self) -> None:
-        self.calls.append(("finished",))
+    def finish(self, exit_code: int = 0) -> None:
+        self.calls.append(("finished", exit_code) if exit_code else ("finished",))
 
 
 @pytest.fixture
@@ -84,10 +85,12 @@ def test_tensorboard_has_the_lines_of_metrics_of_a_run_and_of_its_resumption(
     assert [file.name for file in tmp_path.joinpath("run", "tensorboard").rglob("hparams.yml")] == ["hparams.yml"]
 
 
-def test_a_tracker_gets_the_configuration_each_step_and_the_end_and_the_same_run_when_resumed(
+def test_a_tracker_gets_the_configuration_each_step_once_and_the_end_and_the_same_run_when_resumed(
     fake: type[Fake], model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    for changes in ({"train__steps": 2}, {"train__steps": 3, "train__overwrite": False, "checkpoint__resume": "auto"}):
+    """Of three steps the third has no checkpoint, and is made again."""
+    resumed = {"train__steps": 4, "train__overwrite": False, "checkpoint__resume": "auto"}
+    for changes in ({"train__steps": 3, "checkpoint__every": 2, "checkpoint__at_end": False}, resumed):
         sft.main(
             scenarios.configuration(
                 model_folder, conversations, tmp_path / "run", log__to=["wandb"], log__project="mine", **changes
@@ -97,12 +100,22 @@ def test_a_tracker_gets_the_configuration_each_step_and_the_end_and_the_same_run
     assert first.project == "mine"
     assert first.settings == second.settings
     assert (first.settings["name"], first.settings["dir"]) == ("run", str(tmp_path / "run"))
-    assert first.configuration["train.steps"] == 2
+    assert first.configuration["train.steps"] == 3
     assert first.configuration["adapter.modules_to_save"] == "[]"
     assert None not in first.configuration.values()
     lines = scenarios.read_metrics(tmp_path / "run")
-    assert first.calls == [*((line["step"], numbers(line)) for line in lines[:2]), ("finished",)]
-    assert second.calls == [(3, numbers(lines[2])), ("finished",)]
+    assert [step for step, *_ in first.calls] == [1, 2, 3, "finished"]
+    assert first.calls[:2] == [(line["step"], numbers(line)) for line in lines[:2]]
+    assert second.calls == [(4, numbers(lines[3])), ("finished",)]
+
+
+def test_a_run_that_does_not_come_to_its_end_is_marked_as_failed(fake: type[Fake], tmp_path: Path):
+    told = list[str]()
+    opened = trackers.Trackers(sections.Log(to=["wandb"]), tmp_path, told.append, writes=True)
+    opened.open["wandb"] = fake("mine")
+    opened.__exit__(KeyError, KeyError(), None)
+    assert fake.made[0].calls == [("finished", 1)]
+    assert not told
 
 
 def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(
@@ -121,8 +134,8 @@ def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(
     assert (tmp_path / "run" / "final").exists()
 
 
-def test_a_tracker_that_cannot_start_ends_the_run_before_an_earlier_one_is_replaced(
-    fake: type[Fake], model_folder: Path, conversations: Path, tmp_path: Path
+def test_a_tracker_that_cannot_start_ends_the_run_before_weights_load_and_an_earlier_one_is_replaced(
+    fake: type[Fake], model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = tmp_path / "run"
     run.mkdir()
@@ -133,6 +146,7 @@ def test_a_tracker_that_cannot_start_ends_the_run_before_an_earlier_one_is_repla
     ):
         sft.main(scenarios.configuration(model_folder, conversations, run, log__to="wandb", train__steps=1))
     assert (run / "metrics.jsonl").read_text() == "earlier"
+    assert "trained weights" not in capsys.readouterr().out
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(

@@ -10,7 +10,7 @@ leaves ``step-00000200.tmp``, which the next run puts in place if it is complete
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -92,14 +92,17 @@ def _set_aside(path: Path) -> Path:
     return doomed
 
 
-def remove_older(folder: Path, keep: int, *, best: int | None = None) -> None:
+def remove_older(folder: Path, keep: int, *, bests: Collection[int] = ()) -> None:
     """Remove complete checkpoints beyond the newest ``keep``; incomplete ones stay for a person to inspect.
 
     Args:
-        best: step of a checkpoint that stays, whatever its age.
+        bests: steps that each were the best when they were saved. The newest complete checkpoint of them stays,
+            whatever its age: that of the last one may not have been written.
     """
-    for path in [p for p in in_place(folder) if is_complete(p)][keep:]:
-        if best is None or path.name != name_of(best):
+    complete = [path for path in in_place(folder) if is_complete(path)]
+    best = next((path for path in complete if path.name in map(name_of, bests)), None)
+    for path in complete[keep:]:
+        if path != best:
             remove(path)
 
 

@@ -85,7 +85,7 @@ def describe_newest(run: Path) -> str:
     )
 
 
-def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str]:
+def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int, keeps_best: bool = False) -> list[str]:
     """Why the disk of an output folder has no space for this many checkpoints, as sentences.
 
     The space of earlier checkpoints in the same folder counts as free, because new ones replace them.
@@ -96,8 +96,10 @@ def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int) -> list[str
     if needed <= free:
         return []
     size, room = (f"{amount / GIB:.2f} GiB" for amount in (checkpoint_bytes, free))
+    best = " the best one, of eval.keep_best," if keeps_best else ""
+    fewer = "disable checkpoints with --checkpoint.every 0 --checkpoint.at_end false"
     return [
         f"train.output_dir: {at_once} checkpoint{'s' if at_once > 1 else ''} of {size} must fit in {run} at a time "
-        f"(those of checkpoint.keep, and the one being written), but {room} are free; free some space, lower "
-        "checkpoint.keep, or disable checkpoints with --checkpoint.every 0 --checkpoint.at_end false."
+        f"(those of checkpoint.keep,{best} and the one being written), but {room} are free; free some space, lower "
+        f"checkpoint.keep, or {'set eval.keep_best to false' if keeps_best else fewer}."
     ]

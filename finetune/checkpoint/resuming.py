@@ -256,10 +256,12 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
     return told + [f"{path} is from a later step and no longer used; remove it if you do not need it" for path in later]
 
 
-def checkpoints_at_once(settings: Settings, steps: int, *, keeps_best: bool = False) -> int:
-    """Most checkpoints in an output folder at a time: those that are kept, the best one, and the one being written."""
-    if keeps_best:
-        return settings.keep + 2
-    every = settings.every or steps + 1
-    at_end = settings.at_end and steps % every > 0
-    return min(settings.keep + 1, steps // every + at_end)
+def checkpoints_at_once(settings: Settings, steps: int, *, best_of_every: int = 0) -> int:
+    """Most checkpoints in an output folder at a time: those that are kept, the best one, and the one being written.
+
+    Args:
+        best_of_every: steps between the evaluations of which the best is kept; 0 where none is.
+    """
+    saved = {step for every in (settings.every, best_of_every) if every for step in range(every, steps + 1, every)}
+    saved |= {steps} if settings.at_end or best_of_every else set()  # the last step is evaluated too
+    return min(settings.keep + 1 + (best_of_every > 0), len(saved))

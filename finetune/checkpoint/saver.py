@@ -67,6 +67,7 @@ class Saver:
         self._copy = HostCopy()
         self._writing: Writing | None = None
         self._problems: list[str] = []
+        self._bests: frozenset[int] = frozenset()
 
     @property
     def failed(self) -> bool:
@@ -95,7 +96,7 @@ class Saver:
             contents: metadata of the checkpoint, the same on all processes; JSON.
             own: this process's part of the metadata. Dictionaries are merged, other values must agree.
             strategy: to show in lists of checkpoints.
-            best: step of a checkpoint that stays, whatever its age.
+            best: step of a checkpoint that stays, whatever its age. An earlier one stays until it is complete.
 
         Returns:
             Seconds that training was blocked.
@@ -103,7 +104,9 @@ class Saver:
         start = time.perf_counter()
         self.finish()
         final = self.folder / folder.name_of(step)
-        task = Task(final, step, strategy, plain(contents), plain(own), self.rank, self.world_size, self.keep, best)
+        self._bests |= set() if best is None else {best}
+        known = self.rank, self.world_size, self.keep, self._bests
+        task = Task(final, step, strategy, plain(contents), plain(own), *known)
         if self._has_begun(final):
             writing = Writing(task, self._copy, self._write)
             try:

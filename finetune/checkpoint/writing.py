@@ -63,8 +63,8 @@ class Task:
     rank: int
     world_size: int
     keep: int
-    best: int | None
-    """Step of a checkpoint that stays beside those."""
+    bests: frozenset[int]
+    """Steps of which a checkpoint stays beside those, see ``folder.remove_older``."""
 
 
 class Writing:
@@ -152,7 +152,7 @@ class Writing:
         draft.rename(self.temporary / manifest.NAME)
         folder.put_in_place(self.temporary, self.task.final)
         try:
-            folder.remove_older(self.task.final.parent, self.task.keep, best=self.task.best)
+            folder.remove_older(self.task.final.parent, self.task.keep, bests=self.task.bests)
         except OSError as error:
             self.left_over = reason(error)
 

@@ -166,8 +166,9 @@ def problems_of_a_run(
     found += model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
     found += row_problems(rows, held_out, cfg.data, spec)
     try:
-        evaluation.questions(cfg.eval.prompts, held_out, tokenizer, compared=cfg.eval.exact_match)
-        read_tasks(cfg.eval, cfg.data, tokenizer, models.most_positions(spec.text_config))
+        known = tokenizer, models.most_positions(spec.text_config)
+        evaluation.questions(cfg.eval.prompts, held_out, *known, compared=cfg.eval.exact_match)
+        read_tasks(cfg.eval, cfg.data, *known)
     except InputError as error:
         found += error.problems
     return found

@@ -18,16 +18,25 @@ KEYS = {
 }
 """Keys of ``adapter``, and what PEFT calls them."""
 NOT_CONTINUED = (
+    "alora_invocation_tokens",
+    "arrow_config",
     "exclude_modules",
-    "fan_in_fan_out",
+    "kasa_config",
     "layers_to_transform",
     "layer_replication",
     "lora_bias",
+    "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
+    "use_bdlora",
     "use_qalora",
+    "velora_config",
 )
 """What PEFT can also have saved, and no key of ``adapter`` says."""
+BASE_UNCHANGED = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` with which PEFT leaves the base and the training as they are. The others take the
+first product off the base (pissa, olora, corda, lora_ga), replace the base by a quantised one (loftq), or freeze a
+matrix (mica)."""
 
 
 def folder_of(path: Path) -> Path | None:
@@ -74,12 +83,16 @@ def _saved_in(file: Path) -> dict[str, Any]:
             f"adapter.from: {file} is not of a LoRA adapter; a run continues from LoRA, rsLoRA and DoRA only."
         )
     others = [key for key in NOT_CONTINUED if config.get(key)]
+    first = config.get("init_lora_weights", True)
+    others += [] if first in BASE_UNCHANGED else [f"init_lora_weights {first}"]
     others += ["bias"] if config.get("bias", "none") != "none" else []
     if others or not isinstance(config.get("target_modules"), list):
         what = ", ".join(others) or "target_modules, which is not a list of names"
         raise InputError(f"adapter.from: {file} uses {what}, which a run cannot continue; merge the adapter instead.")
-    defaults = {"modules_to_save": [], "rank_stabilized": False, "rank_pattern": {}, "alpha_pattern": {}}
+    defaults = {"rank_stabilized": False, "rank_pattern": {}, "alpha_pattern": {}}
     read = {key: config.get(name) or defaults.get(key) for key, name in KEYS.items()}
+    # PEFT writes the paths of tied modules
+    read["modules_to_save"] = [name.split(".")[-1] for name in config.get("modules_to_save") or []]
     return {
         "type": "dora" if config.get("use_dora") else "lora",
         "targets": sorted({name.split(".")[-1] for name in config["target_modules"]}),

@@ -16,6 +16,8 @@ FIELDS = (
     *BEGINNINGS,
     *("completion", "input", "output", "history", "system", "tools", "chosen", "rejected", "label"),
 )
+OPTIONAL = ("input", "history", "system", "tools")
+"""Fields that a row of its format may lack."""
 MOST_SHOWN = 12
 
 
@@ -52,20 +54,23 @@ def lacking(row: Mapping[str, Any], columns: Columns) -> str:
     return f"; of data.columns it lacks {' and '.join(names)}" if names else ""
 
 
-def unknown_problems(columns: Columns, found: Iterable[str], keys: Iterable[str]) -> list[str]:
+def unknown_problems(
+    columns: Columns, found: Iterable[str], keys: Iterable[str], looked_at: str = "no row"
+) -> list[str]:
     """Columns that no row has, as sentences.
 
     Args:
         found: the named columns that some row has.
         keys: of the first row; none where there is no row.
+        looked_at: none of which rows has them.
     """
     keys, found = list(keys), set(found)
     if not keys:
         return []
     has = ", ".join(repr(key)[:40] for key in keys[:MOST_SHOWN]) + (", ..." if len(keys) > MOST_SHOWN else "")
     return [
-        f"data.columns: no row has a column {column!r}, which is to hold {field}; {_nearest(column, keys)}the first "
-        f"row has {has}."
+        f"data.columns: {looked_at} has a column {column!r}, which is to hold {field}; {_nearest(column, keys)}the "
+        f"first row has {has}."
         for field, column in columns
         if column not in found
     ]

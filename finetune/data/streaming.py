@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import key_of
 from finetune.data.batches import Batch, sources_of
-from finetune.data.columns import unknown_problems
+from finetune.data.columns import OPTIONAL, unknown_problems
 from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import Refused, encoded
 from finetune.data.packing import pack
@@ -74,7 +74,7 @@ class Stream:
             self.first_window = next(windows)  # reports problems with the files before the run begins
         except RunStopped as error:
             raise InputError(str(error)) from error
-        refuse_if_any(unknown_problems(settings.columns, self._with_column, self._first_keys))
+        refuse_if_any(self._unknown_columns(optional=False))
         rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
         names = [[entry.path, entry.subset, entry.split, entry.weight, extent(entry)] for entry in entries]
         self.fingerprint = key_of([names, vars(settings), rows])
@@ -99,6 +99,7 @@ class Stream:
         lost = Counter(what for row in self.first_window for what in row.dropped)
         first = f"of the first {len(self.first_window):,} documents"
         return [
+            *self._unknown_columns(optional=True),
             f"streaming {names}: nothing is cached; rows are shuffled in windows of {WINDOW:,} documents{packed}",
             *(f"{first}, the chat template leaves out {what} of {rows:,}" for what, rows in lost.most_common()),
         ]
@@ -138,6 +139,14 @@ class Stream:
         full = np.zeros(self.settings.max_length, np.int32)
         row = Row(full, [(1, len(full))], f"rows of data.max_length {len(full)}")
         return [[row]] * self.micro_batch_size
+
+    def _unknown_columns(self, *, optional: bool) -> list[str]:
+        """Columns that are missing so far, as sentences. Of an optional field they may come later, unless the first
+        window is all that there is."""
+        is_all = len(self.first_window) < WINDOW
+        columns = [each for each in self.settings.columns if (each[0] in OPTIONAL and not is_all) == optional]
+        looked_at = "no row" if is_all else f"none of the first {WINDOW:,} documents"
+        return unknown_problems(tuple(columns), self._with_column, self._first_keys, looked_at)
 
     def _shuffled(self, windows: Iterator[list[Row]]) -> Iterator[list[Row]]:
         window, number = self.first_window, 0

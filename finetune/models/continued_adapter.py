@@ -1,46 +1,50 @@
 """A saved adapter that a run continues from: whether it fits the model, and its values."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from finetune.cache import checksums, key_of
 from finetune.config import adapter_file, sections
 from finetune.errors import first_line, refuse_if_any
-from finetune.models.adapter import PREFIX, WEIGHTS, all_names, saved_name
+from finetune.models.adapter import WEIGHTS, all_names, attach, saved_name
 
 
-def problems(model: torch.nn.Module, section: sections.Adapter) -> list[str]:
+def problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
     """Why the adapter does not fit the model, as sentences; only the headers of its file are read.
 
     Args:
         model: its modules; weights may be on the meta device.
+
+    Raises:
+        InputError: if PEFT cannot attach such an adapter.
     """
     file = file_of(section)
     if not file.is_file():
         return [f"adapter.from: {file.parent} has no {WEIGHTS}; save the adapter as safetensors, with PEFT."]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    is_all = section.targets == "all-linear"
-    expected = {
-        f"{PREFIX}{name}.lora_A.weight": (section.rank_pattern.get(_last(name), section.rank), _columns(layer))
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear | Conv1D)
-        and (layer is not head if is_all else _last(name) in section.targets)
-    }
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
     except (OSError, SafetensorError) as error:
         return [f"adapter.from: {file} cannot be read ({first_line(error)}); save the adapter again."]
-    saved = {name: shape for name, shape in shapes.items() if name.endswith(".lora_A.weight")}
-    wrong = [f"{name} is missing" for name in expected if name not in saved]
-    wrong += [f"{name} is unexpected" for name in saved if name not in expected]
-    wrong += [f"{n} has shape {saved[n]} instead of {s}" for n, s in expected.items() if saved.get(n, s) != s]
+    expected = _shapes_of(model, section)
+    wrong = [f"{name} is missing" for name in expected if name not in shapes]
+    wrong += [f"{name} is unexpected" for name in shapes if name not in expected]
+    wrong += [f"{n} has shape {shapes[n]} instead of {s}" for n, s in expected.items() if shapes.get(n, s) != s]
     return _does_not_fit(file, wrong)
+
+
+def _shapes_of(model: PreTrainedModel, section: sections.Adapter) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor that the adapter has in a file: one is attached to a copy of the model without weights."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        copy: PreTrainedModel = deepcopy(model).to("meta")  # type: ignore[arg-type]  # transformers wraps it
+        attach(copy, section, base="", revision=None, dtype=torch.float32, seed=0)
+    parameters = dict(copy.named_parameters())
+    return {saved_name(name): tuple(parameters[first].shape) for name, first in all_names(copy).items()}
 
 
 def load_values(model: PreTrainedModel, section: sections.Adapter) -> None:
@@ -80,15 +84,6 @@ def file_of(section: sections.Adapter) -> Path:
     """The adapter's weights."""
     path = Path(str(section.from_))
     return (adapter_file.folder_of(path) or path) / WEIGHTS
-
-
-def _last(name: str) -> str:
-    return name.split(".")[-1]
-
-
-def _columns(layer: torch.nn.Linear | Conv1D) -> int:
-    """Of the input of a linear layer."""
-    return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
 
 
 def _does_not_fit(file: Path, wrong: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ A run writes only the names in ``OWN`` and hidden files. It never touches other 
 import glob
 import itertools
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -70,6 +71,9 @@ def prepare_folder(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in RECORDS:
         (folder / name).unlink(missing_ok=True)
+    curves = folder / TENSORBOARD
+    if curves.is_dir() and not curves.is_symlink():
+        shutil.rmtree(curves)  # they would be drawn into this run's
     others = _others(folder)
     return [f"{folder} also contains {_listed(others)}, which the run does not touch"] if others else []
 

@@ -80,11 +80,16 @@ def identity_of_run(folder: Path) -> dict[str, Any]:
     return {key: run[key] for key in ("id", "launcher") if key in run}
 
 
-def finished_steps(folder: Path) -> int:
-    """Optimizer steps of the run in this folder, if its own result is in final/; else 0."""
+def finished_run(folder: Path) -> dict[str, Any]:
+    """The record of the run in this folder, if its own result is in final/; else empty."""
     result = read_run(folder / "final")
-    own = "id" in result and result["id"] == identity_of_run(folder).get("id")
-    return int(result["steps"]) if own else 0
+    return result if "id" in result and result["id"] == identity_of_run(folder).get("id") else {}
+
+
+def finished_steps(folder: Path) -> int:
+    """Optimizer steps that the run in this folder has made, if its own result is in final/; else 0."""
+    result = finished_run(folder)
+    return int(result.get("stopped", {}).get("after_step") or result.get("steps", 0))
 
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:

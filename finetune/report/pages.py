@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from finetune.errors import first_line
 from finetune.output.output_folder import PICTURE, REPORT
 from finetune.report import plotted, tables
 from finetune.report.charts import as_json, charts_of
@@ -20,12 +21,16 @@ from finetune.report.tables import Table
 def of_finished_run(folder: Path) -> str:
     """Write report.html and, with matplotlib, report.png into the folder of a run; returns a line on it.
 
-    A run that is finished is not lost for want of room for its report.
+    A run that is finished is not lost because its report cannot be written; the other processes wait for this one.
     """
     try:
         return write(read_runs([folder]), folder / REPORT, folder / PICTURE)
-    except OSError as error:
-        return f"no report was written ({error.strerror or error}); the result of the run is complete"
+    except Exception as error:  # of any type: of a full disk, of a broken style file of matplotlib
+        why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        return (
+            f"no report was written ({why}); the result of the run is complete, and `finetune report {folder}` tries "
+            "again"
+        )
 
 
 def write(runs: Sequence[RunRead], page: Path, picture: Path) -> str:

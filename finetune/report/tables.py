@@ -50,8 +50,9 @@ def summary(runs: Sequence[RunRead]) -> Table:
 def state(run: RunRead) -> str:
     """How far a run is."""
     steps, done = run.record.get("steps"), run.steps[-1]["step"] if run.steps else 0
-    if run.has_result and run.record.get("measured") and done == steps:
-        return f"finished, {done:,} steps"
+    stopped_after = run.part("stopped").get("after_step")
+    if run.has_result and run.record.get("measured") and done in (steps, stopped_after):
+        return f"finished, {done:,} steps" if stopped_after is None else f"stopped early, {done:,} of {steps:,} steps"
     return f"{done:,} of {steps:,} steps" if isinstance(steps, int) else f"{done:,} steps"
 
 

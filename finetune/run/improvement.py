@@ -1,7 +1,7 @@
 """Which evaluation was the best, whether training goes on, and the weights of the best one as the result."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,24 @@ from accelerate.utils import gather_object
 from finetune import checkpoint, distributed
 from finetune.checkpoint import folder as folders
 from finetune.config import sections
-from finetune.errors import InputError, RunStopped
-from finetune.output.run_record import Progress
+from finetune.data.rows import Rows
+from finetune.errors import InputError, refuse_if_any
+from finetune.output.run_record import Progress, RunRecord
+from finetune.training.loss import Objective
+from finetune.training.task_scores import Task
 
 LOWER_IS_BETTER = ("eval_loss", "eval_bits_per_byte")
-"""How the names of such figures begin; of all others more is better."""
+"""These, and those of a single source (``eval_loss/mine``); of all other figures more is better."""
+
+
+def metric_problems(
+    section: sections.Eval, objective: Objective, tasks: Sequence[Task], held_out: Rows | None
+) -> list[str]:
+    """Why evaluations cannot be compared by eval.metric, where their figures are known before the first one."""
+    if not is_asked(section) or objective.figure_names is None:
+        return []
+    of_rows = ["eval_loss", *(f"eval_{name}" for name in objective.figure_names)] if held_out else []
+    return _problems(section, of_rows + [task.figure for task in tasks])
 
 
 def is_asked(section: sections.Eval) -> bool:
@@ -49,15 +62,19 @@ def figure_of(section: sections.Eval, metrics: Mapping[str, Any]) -> float:
     Raises:
         InputError: if there is none of this name.
     """
-    if section.metric not in metrics:
-        known = ", ".join(name for name in metrics if name.startswith("eval_"))
-        raise InputError(f"eval.metric: an evaluation of this run has no {section.metric}; set it to one of {known}.")
+    refuse_if_any(_problems(section, [name for name in metrics if name.startswith("eval_")]))
     return float(metrics[section.metric])
+
+
+def _problems(section: sections.Eval, names: Collection[str]) -> list[str]:
+    known = f"set it to one of {', '.join(names)}" if names else "set data.eval"
+    said = f"eval.metric: an evaluation of this run has no {section.metric}; {known}."
+    return [said] * (section.metric not in names)
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
     """Whether a figure improves on another."""
-    return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
+    return value < than if metric.partition("/")[0] in LOWER_IS_BETTER else value > than
 
 
 def is_saved(section: sections.Eval, progress: Progress, *, at_end: bool) -> bool:
@@ -83,11 +100,40 @@ def describe_stop(section: sections.Eval, progress: Progress) -> str:
     )
 
 
-def known_in(run: Path, section: sections.Eval, progress: Progress) -> Progress:
-    """A resumed run's, without a best evaluation whose checkpoint is gone or in another folder. Collective."""
-    if progress.best is None or not section.keep_best or gather_object([_is_there(run, progress)])[0]:
+def still_stops(section: sections.Eval, record: Mapping[str, Any]) -> bool:
+    """Whether training would end early where the run of a record did."""
+    evaluations = record.get("stopped", {}).get("evaluations", 0)
+    return 0 < section.early_stopping <= evaluations and record["config"]["eval"]["metric"] == section.metric
+
+
+def known_in(
+    run: Path, section: sections.Eval, progress: Progress, *, was_by: str | None, names: Collection[str]
+) -> Progress:
+    """A resumed run's. Its evaluations are compared from scratch where the best one is of no use. Collective.
+
+    That is so if the best one was chosen by another figure, lacks one that an evaluation has now, or has no checkpoint
+    in this folder, although its weights are asked for.
+
+    Args:
+        was_by: the figure that evaluations were compared by, see ``Resumption.compared_by``.
+        names: of the figures that an evaluation has now.
+    """
+    best = progress.best
+    if was_by == section.metric and (
+        best is None
+        or (
+            {section.metric, *names} <= best.keys()
+            and (not section.keep_best or gather_object([_is_there(run, best["step"])])[0])
+        )
+    ):
         return progress
-    return replace(progress, best=None)
+    return replace(progress, best=None, evaluations_since_best=0)
+
+
+def is_judged(section: sections.Eval, progress: Progress) -> bool:
+    """Whether the last evaluation of a resumed run was compared before its checkpoint was written."""
+    has_compared = progress.best is not None or progress.evaluations_since_best > 0
+    return has_compared and section.metric in progress.metrics[-1]
 
 
 def take_best(
@@ -107,34 +153,46 @@ def take_best(
         metrics: of the last step.
 
     Returns:
-        The metrics of the step whose weights the model has: the last one's, if no evaluation gave a number.
-
-    Raises:
-        RunStopped: if its checkpoint cannot be read.
+        The metrics of the step whose weights the model has: the last one's, if no evaluation gave a number, or if the
+        checkpoint of the best one is missing or damaged, which is said.
     """
     if progress.best is None or progress.best["step"] == metrics["step"]:
         return metrics
-    path = _path(run, progress)
+    step = progress.best["step"]
+    path = _path(run, step)
     try:
-        if not gather_object([_is_there(run, progress)])[0]:
-            raise InputError(f"{path} is not there, or incomplete.")
+        if not gather_object([_is_there(run, step)])[0]:
+            raise InputError(f"{path} is missing or incomplete.")
         found = checkpoint.chosen(str(path), run, launch, say=say)
-        assert found is not None
-        checkpoint.restore(found, launch, accelerator, model, optimizer, weights_only=True)
     except InputError as error:
-        raise RunStopped(
-            f"The weights of the best evaluation, after step {progress.best['step']}, cannot be read: {error} No "
-            "final/ was written; for the weights of the last step, run the same command with --checkpoint.resume auto "
-            "--eval.keep_best false."
-        ) from error
+        say(
+            f"The weights of the best evaluation, after step {step}, cannot be read: {error} final/ gets those of the "
+            f"last step, {metrics['step']}, instead."
+        )
+        return metrics
+    assert found is not None
+    checkpoint.restore(found, launch, accelerator, model, optimizer, weights_only=True)
     return progress.best
 
 
-def _is_there(run: Path, progress: Progress) -> bool:
-    return folders.is_complete(_path(run, progress))
+def recorded(record: RunRecord, section: sections.Eval, progress: Progress, *, last: int, taken: int) -> RunRecord:
+    """The record of a finished run, with where training ended early, and which evaluation was the best.
+
+    Args:
+        last: step of training.
+        taken: step whose weights are the result.
+    """
+    if last < record.steps:
+        record = replace(record, stopped={"after_step": last, "evaluations": progress.evaluations_since_best})
+    best = progress.best
+    if section.keep_best and best is not None and best["step"] == taken:
+        record = replace(record, best={each: best[each] for each in ("step", section.metric)})
+    return record
 
 
-def _path(run: Path, progress: Progress) -> Path:
-    """The checkpoint of the best evaluation."""
-    assert progress.best is not None
-    return folders.checkpoints_of(run) / folders.name_of(progress.best["step"])
+def _is_there(run: Path, step: int) -> bool:
+    return folders.is_complete(_path(run, step))
+
+
+def _path(run: Path, step: int) -> Path:
+    return folders.checkpoints_of(run) / folders.name_of(step)

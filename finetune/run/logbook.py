@@ -55,7 +55,7 @@ class Logbook:
         """Add figures to the line of a step that was written before."""
         if self.writes:
             run_files.complete_metrics(self.folder, step, [metrics])
-            self.trackers.log({key: metrics[key] for key in metrics if key == "step" or key.startswith("eval_")})
+            self.trackers.complete({key: metrics[key] for key in metrics if key == "step" or key.startswith("eval_")})
 
     def close(self) -> None:
         """Write what still waits for a disk that was full."""

@@ -14,7 +14,7 @@ import torch
 
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
-from finetune.config import sections
+from finetune.config import adapter_file, sections
 from finetune.config.refusals import (
     batch_problems,
     position_problems,
@@ -88,9 +88,9 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
                 quantised=spec.quantised_bits is not None,
                 patterns={"rank_pattern": cfg.adapter.rank_pattern, "alpha_pattern": cfg.adapter.alpha_pattern},
             )
-            + (continued_adapter.problems(skeleton, cfg.adapter) if cfg.adapter.from_ else [])
             + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
         )
+        refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter) if cfg.adapter.from_ else [])
     if os.environ.get("LOCAL_RANK", "0") == "0":
         asking.get_ready()
     return spec
@@ -118,13 +118,37 @@ def folder_problems(cfg: sections.Run) -> list[str]:
     folder = Path(cfg.train.output_dir)
     named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
     named += [Source(task.data) for task in cfg.eval.tasks]
+    if cfg.adapter.from_ and _replaces_adapter(cfg, Path(cfg.adapter.from_)):
+        return ["adapter.from is the result that this run would replace; choose another train.output_dir."]
     return output_folder.problems(
         folder,
         overwrite=cfg.train.overwrite,
         resumes=resuming.is_in(cfg.checkpoint.resume, folder),
         inputs=[source.path for source in named]
-        + [file for file in [cfg.data.chat_template] if file and file not in NAMED],
+        + [file for file in [cfg.data.chat_template] if file and file not in NAMED]
+        + [path for path in [cfg.adapter.from_] if path and folder.resolve() == Path(path).resolve().parent],
     )
+
+
+def _replaces_adapter(cfg: sections.Run, continued: Path) -> bool:
+    """Whether a run begins that will put its result where the adapter lies that it continues from.
+
+    One that was interrupted has not replaced it yet, and may be resumed.
+    """
+    source, folder = adapter_file.folder_of(continued) or continued, Path(cfg.train.output_dir)
+    places = (source.resolve(), source.parent.resolve() / source.name)
+    if folder.resolve() / "final" not in places:
+        return False
+    resume = cfg.checkpoint.resume
+    return not resuming.is_in(resume, folder) or checkpoint.look_for(resume, folder)[0] is None
+
+
+def checkpoint_problems(cfg: sections.Run, steps: int, checkpoint_bytes: int) -> list[str]:
+    """Why the disk of the output folder has no space for the run's checkpoints."""
+    best_of_every = cfg.eval.every if cfg.eval.keep_best else 0
+    at_once = resuming.checkpoints_at_once(cfg.checkpoint, steps, best_of_every=best_of_every)
+    folder, keeps_best = Path(cfg.train.output_dir), cfg.eval.keep_best
+    return checkpoint.room_problems(folder, checkpoint_bytes, at_once=at_once, keeps_best=keeps_best)
 
 
 def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> list[str]:

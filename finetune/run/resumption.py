@@ -1,6 +1,6 @@
 """What a run resumes from: found, held against the configuration, and restored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from finetune.errors import refuse_if_any
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
 from finetune.output.run_record import Progress, RunRecord
+from finetune.run import improvement
 from finetune.start_up import is_first_process
 
 
@@ -65,14 +66,27 @@ class Resumption:
         return {"now": self.cfg.model_dump(), "precision": precision, "weights_only": self.weights_only}
 
     def restore(
-        self, accelerator: Any, model: Any, optimizer: Any, batches: Batches | Stream, say: Callable[[str], None]
+        self,
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        batches: Batches | Stream,
+        say: Callable[[str], None],
+        *,
+        names: Collection[str],
     ) -> Progress:
-        """Bring a prepared model and its optimizer to where the checkpoint stands; collective."""
+        """Bring a prepared model and its optimizer to where the checkpoint stands; collective.
+
+        Args:
+            names: of the figures that every evaluation has now.
+        """
         checkpoint.restore(self.checkpoint, self.launch, accelerator, model, optimizer, weights_only=self.weights_only)
         length: dict[str, Any] = {"steps": batches.steps, "tokens_of": lambda step: batches.step(step).trained_tokens}
         for line in resuming.describe(self.checkpoint, **self._now, **length):
             say(line)
-        return Progress.read(self.checkpoint.contents["progress"])
+        progress = Progress.read(self.checkpoint.contents["progress"])
+        folder, section = Path(self.cfg.train.output_dir), self.cfg.eval
+        return improvement.known_in(folder, section, progress, was_by=self.compared_by, names=names)
 
     def marked(self, record: RunRecord) -> RunRecord:
         """The record of the run that goes on: where it did, and with its id if it is the same run."""
@@ -82,6 +96,12 @@ class Resumption:
             return replace(record, id=before["id"], resumed=[*before.get("resumed", []), here])
         return replace(record, resumed=[here | {"from": str(self.checkpoint.path)}])
 
+    @property
+    def compared_by(self) -> str | None:
+        """The figure that the run's own evaluations were compared by; None if it resumes from another run."""
+        by: str | None = self.checkpoint.contents["run"]["config"]["eval"].get("metric")  # older runs have none
+        return by if self.is_same_run else None
+
     def known_metrics(self, progress: Progress) -> dict[str, Any]:
         """The metrics of the step after which the run resumes, as its checkpoint and metrics.jsonl tell. Collective."""
         folder = Path(self.cfg.train.output_dir)
@@ -90,9 +110,13 @@ class Resumption:
 
 
 def is_finished(cfg: sections.Run, steps: int) -> bool:
-    """Whether a run that is to be resumed has no step left; the first process says so."""
-    if cfg.checkpoint.resume != "auto" or run_files.finished_steps(Path(cfg.train.output_dir)) != steps:
+    """Whether a run that is to be resumed has no step left, or would stop early again; the first process says so."""
+    folder = Path(cfg.train.output_dir)
+    done = run_files.finished_steps(folder)
+    stops = done < steps and improvement.still_stops(cfg.eval, run_files.finished_run(folder))
+    if cfg.checkpoint.resume != "auto" or not (done == steps or stops):
         return False
     if is_first_process():
-        print(f"The run in {cfg.train.output_dir} is finished: its {steps:,} steps are done.")
+        why = f"early stopping ended it after step {done:,}" if stops else f"its {steps:,} steps are done"
+        print(f"The run in {folder} is finished: {why}.")
     return True

@@ -47,7 +47,7 @@ from finetune.run import improvement, model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
-from finetune.run.preflight import folder_problems, weight_files
+from finetune.run.preflight import checkpoint_problems, folder_problems, weight_files
 from finetune.run.resumption import Resumption
 from finetune.run.run_result import RunResult
 from finetune.run.screen import Screen
@@ -85,17 +85,19 @@ class Session:
             collate: makes a micro-batch of the documents of each of its rows, on a device; None for batches.collate.
 
         Raises:
-            InputError: if eval asks for answers that no held-out row has.
+            InputError: if eval asks for answers that no held-out row has, or compares by a figure that there is not.
         """
         self.cfg, self.launch, self.spec, self.tokenizer = cfg, launch, spec, tokenizer
         self.batches, self.held_out = batches, held_out
         self.examined = Inputs(held_out, flat=batches.flat, paired=batches.paired) if held_out else None
-        self.objective = objective if isinstance(objective, Objective) else Objective(objective)
+        self.objective = objective if isinstance(objective, Objective) else Objective(objective, figure_names=())
         self.collate = partial(collate or data_batches.collate, flat=batches.flat)
         self.folder, self.share = Path(cfg.train.output_dir), {"rank": launch.rank, "world_size": launch.world_size}
         answered = held_out.choose(np.arange(0, len(held_out), 2)) if held_out and batches.paired else held_out
-        self.asked = evaluation.questions(cfg.eval.prompts, answered, tokenizer, compared=cfg.eval.exact_match)
-        self.tasks = read_tasks(cfg.eval, cfg.data, tokenizer, loading.most_positions(spec.text_config))
+        known = tokenizer, loading.most_positions(spec.text_config)
+        self.asked = evaluation.questions(cfg.eval.prompts, answered, *known, compared=cfg.eval.exact_match)
+        self.tasks = read_tasks(cfg.eval, cfg.data, *known)
+        refuse_if_any(improvement.metric_problems(cfg.eval, self.objective, self.tasks, held_out))
         self.progress, self.step = Progress(), 0
 
     def __enter__(self) -> "Session":
@@ -133,6 +135,9 @@ class Session:
             self.resumption = Resumption.find(self.cfg, self.launch, fingerprints, steps, self.screen.say)
             if self.resumption:
                 self.record = self.resumption.marked(self.record)
+            self.own = self.resumption.checkpoint if self.resumption and self.resumption.is_same_run else None
+            self.trackers = stack.enter_context(Trackers(self.cfg.log, self.folder, self.screen.say, writes=is_main))
+            self.trackers.start(self.record, after=self.own.step if self.own else None, inside=False)
             self._open = stack.pop_all()
         return self
 
@@ -154,13 +159,12 @@ class Session:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
         model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, train, device)
         loading.stop_at(model, self.tokenizer.eos_token_id)
-        self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed)
+        self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed, fillers=1 + self.batches.paired)
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
             refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
         self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, optimizer=train.optimizer, weights=train.weights)
-        at_once = resuming.checkpoints_at_once(cfg.checkpoint, self.batches.steps, keeps_best=cfg.eval.keep_best)
-        refuse_if_any(checkpoint.room_problems(self.folder, self.checkpoint_bytes, at_once=at_once))
+        refuse_if_any(checkpoint_problems(cfg, self.batches.steps, self.checkpoint_bytes))
         self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)
         return model
 
@@ -208,19 +212,17 @@ class Session:
             gather=self.interruption.gather,
             expected_bytes=self.checkpoint_bytes,
         )
-        own = self.resumption.checkpoint if self.resumption and self.resumption.is_same_run else None
         is_main = self.accelerator.is_main_process
-        trackers = self._training.enter_context(Trackers(self.cfg.log, self.folder, self.screen.say, writes=is_main))
-        self.logbook = Logbook(self.folder, self.screen, self.batches, trackers, writes=is_main)
+        self.logbook = Logbook(self.folder, self.screen, self.batches, self.trackers, writes=is_main)
         if self.resumption:
             known = self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
-            self.progress = improvement.known_in(self.folder, self.cfg.eval, self.resumption.restore(*known))
+            self.progress = self.resumption.restore(*known, names=self.examination.names)
         else:
             figures = self.examination.figures()
             improvement.judged(self.cfg.eval, self.progress, figures)  # refuses the name of a figure that is not there
         own_files = None if isinstance(self.cfg.data.eval, float) else self.held_out
-        trackers.start(self.record, after=self.progress.step if own else None)
-        self.logbook.open(self.record, own, own_files, overwrite=self.cfg.train.overwrite)
+        self.logbook.open(self.record, self.own, own_files, overwrite=self.cfg.train.overwrite)
+        self.trackers.start(self.record, after=self.own.step if self.own else None, inside=True)
         if self.resumption:
             self._make_up_for_evaluation(self.resumption)
         else:
@@ -257,9 +259,9 @@ class Session:
             metrics |= self.examination.figures()
             self.screen.evaluation(metrics)
             self.logbook.complete(step, metrics)
-        is_judged = self.cfg.eval.metric in self.progress.metrics[-1]
+        is_judged = improvement.is_judged(self.cfg.eval, self.progress)
         self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
-        if resumption.is_same_run and self.cfg.eval.metric in metrics and not is_judged:
+        if resumption.is_same_run and not is_judged and {self.cfg.eval.metric, *self.examination.names} <= set(metrics):
             self.progress = improvement.judged(self.cfg.eval, self.progress, metrics)
 
     def steps(self) -> Iterator[int]:
@@ -374,18 +376,17 @@ class Session:
         if nothing_learnt := self.meter.result_problem(metrics["step"]):
             self.interruption.expect_the_end()
             raise RunStopped(nothing_learnt)
+        last = metrics["step"]
         if self.cfg.eval.keep_best:
             known = self.folder, self.launch, self.accelerator, self.model, self.optimizer, self.progress, metrics
             metrics = improvement.take_best(*known, say=self.screen.say)
-            self.record = replace(self.record, best={each: metrics[each] for each in ("step", self.cfg.eval.metric)})
-        measured = self.meter.measured()
-        if not self.finished and self.progress.measured:  # resumed after its last step
-            measured = self.progress.measured
+        self.record = improvement.recorded(self.record, self.cfg.eval, self.progress, last=last, taken=metrics["step"])
+        known_before = None if self.finished else self.progress.measured  # resumed after its last step
         self.record = result.completed(
             *(self.record, self.progress, self.cfg.eval, self.asked, self.examination.answers()),
             self.tasks,
             metrics,
-            measured=measured,
+            measured=known_before or self.meter.measured(),
             held_bytes=gather_object([distributed.held_bytes(self.model, self.optimizer)]),
         )
         adapter_alone = self.cfg.adapter.type != "none"

@@ -1,7 +1,8 @@
 """The trackers that ``log.to`` names, which get what metrics.jsonl gets. They are Accelerate's; main process only.
 
-A run that is resumed goes on in the same run of wandb, trackio (by its name) and mlflow (by its tag ``RUN_TAG``). Of
-TensorBoard it adds a file, which hides what another one tells of later steps.
+A run that is resumed goes on in the same run of wandb, trackio (by its name) and mlflow (by its tag ``RUN_TAG``). These
+cannot replace what they have of a step, so that steps which are made again are not sent again. Of TensorBoard it adds a
+file, which hides what another one tells of later steps.
 """
 
 import json
@@ -17,6 +18,7 @@ from accelerate.utils import gather_object
 from finetune.config import sections
 from finetune.errors import first_line, refuse_if_any
 from finetune.output.output_folder import TENSORBOARD
+from finetune.output.run_reading import read_metrics
 from finetune.output.run_record import RunRecord
 
 RUN_TAG = "finetune.run"
@@ -34,7 +36,7 @@ def problems(names: list[sections.Tracker]) -> list[str]:
 
 
 class Trackers:
-    """A context manager around the steps of a run, which all processes enter together.
+    """A context manager around a run, which all processes enter together.
 
     Once training has begun it never stops for a tracker. One that fails is told of, and gets nothing more.
     """
@@ -43,17 +45,25 @@ class Trackers:
         self.project, self.folder, self.say = log.project, folder.resolve(), say
         self.names = log.trackers if writes else []
         self.open: dict[str, GeneralTracker] = {}
+        self.known_steps = 0
 
     def __enter__(self) -> "Trackers":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for name in list(self.open):
-            self._call(name, self.open[name].finish)
+            self._call(
+                name,
+                partial(_close, name, self.open[name], failed=error is not None),
+                then="its record may lack the end",
+            )
         self.open = {}
 
-    def start(self, record: RunRecord, *, after: int | None) -> None:
-        """Open them, with the configuration; collective.
+    def start(self, record: RunRecord, *, after: int | None, inside: bool) -> None:
+        """Open those that write files inside the run's folder, or else the others; collective.
+
+        The others are on their way to a server, and are opened before weights load. What is written inside the folder
+        waits until an earlier run there is replaced.
 
         Args:
             after: the step after which this run goes on; None if it begins.
@@ -63,6 +73,8 @@ class Trackers:
         """
         found = list[str]()
         for name in self.names:
+            if (name == "tensorboard") != inside:
+                continue
             try:
                 self._start(name, record, after)
             except Exception as error:  # of any type: another library's, on its way to a server
@@ -70,12 +82,11 @@ class Trackers:
         refuse_if_any(gather_object(found))
 
     def _start(self, name: str, record: RunRecord, after: int | None) -> None:
-        files = self.folder / TENSORBOARD
-        if name == "tensorboard" and after is None:
-            for file in files.rglob("events.out.tfevents.*"):
-                file.unlink()  # of an earlier run, whose curves would be drawn into this one's
-        goes_on = name == "tensorboard" and after is not None and files.exists()
-        project = TENSORBOARD if name == "tensorboard" else self.project
+        if name == "tensorboard":
+            project, goes_on = TENSORBOARD, after is not None and (self.folder / TENSORBOARD).exists()
+        else:
+            project, goes_on = self.project, False
+            self.known_steps = 0 if after is None else max(read_metrics(self.folder)[0], default=0)
         settings = self._settings(record, after)[name]
         if name == "mlflow" and after is not None and (known := _run_of_mlflow(record.id)):
             settings, goes_on = {"run_id": known}, True
@@ -96,16 +107,39 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand on the numbers of a step, given as its line of metrics.jsonl."""
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float) and key != "step"}
         for name in list(self.open):
-            self._call(name, partial(self.open[name].log, numbers, step=metrics["step"]))
+            if name == "tensorboard" or metrics["step"] > self.known_steps:
+                self._send(name, metrics)
 
-    def _call(self, name: str, call: Callable[[], object]) -> None:
+    def complete(self, metrics: Mapping[str, Any]) -> None:
+        """Hand on more figures of a step that was handed on before. Steps of wandb only grow, so it gets none."""
+        for name in set(self.open) - {"wandb"}:
+            self._send(name, metrics)
+
+    def _send(self, name: str, metrics: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float) and key != "step"}
+        self._call(name, partial(self.open[name].log, numbers, step=metrics["step"]))
+
+    def _call(
+        self, name: str, call: Callable[[], object], *, then: str = "it gets nothing more, and the run goes on"
+    ) -> None:
         try:
             call()
         except Exception as error:  # of any type, as above
-            self.say(f"log.to: {name} failed ({first_line(error)}); it gets nothing more, and the run goes on")
+            self.say(f"log.to: {name} failed ({first_line(error)}); {then}")
             del self.open[name]
+
+
+def _close(name: str, tracker: Any, *, failed: bool) -> None:
+    """End it, and mark a run that did not come to its end, where the tracker can."""
+    if failed and name == "wandb":
+        tracker.tracker.finish(exit_code=1)
+    elif failed and name == "mlflow":
+        import mlflow
+
+        mlflow.end_run("FAILED")
+    else:
+        tracker.finish()
 
 
 def _run_of_mlflow(run: str) -> str | None:

@@ -31,6 +31,8 @@ class Score:
     """Of choices: log-probabilities are divided by the characters of the choice."""
     needs_answer: bool = True
     """Rows must say which answer is expected."""
+    needs_fields: tuple[str, ...] | None = None
+    """The expected answer must be a JSON object with these; None where it may be any text."""
 
 
 def score_of(written: str) -> Score:
@@ -50,7 +52,12 @@ def score_of(written: str) -> Score:
         fields = [field.strip() for field in given.split(",")] if colon else None
         if fields is not None and not all(fields):
             raise InputError(f"score {written}: give names of fields behind the colon, as in json_fields:do,room.")
-        return Score(written, lambda answer, expected: json_fields(answer, expected, fields), is_share=False)
+        return Score(
+            written,
+            lambda answer, expected: json_fields(answer, expected, fields),
+            is_share=False,
+            needs_fields=tuple(fields or ()),
+        )
     if colon:
         raise InputError(f"score {written}: {name} takes nothing behind a colon; write {name}.")
     if name == "json":
@@ -135,13 +142,12 @@ def json_fields(answer: str, expected: str, fields: Sequence[str] | None = None)
     Args:
         fields: those that count; None for all.
     """
-    found, wanted = _object(answer), _object(expected)
-    if wanted is None:
+    found, wanted = json_object(answer), json_object(expected)
+    if found is None or wanted is None:
         return 0.0
-    names = list(wanted) if fields is None else [name for name in fields if name in wanted]
-    if not names or found is None:
-        return float(found is not None and not names)
-    return sum(name in found and _same(found[name], wanted[name]) for name in names) / len(names)
+    names = list(wanted) if fields is None else fields
+    right = sum(name in found and name in wanted and _same(found[name], wanted[name]) for name in names)
+    return right / len(names) if names else 1.0
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -156,7 +162,8 @@ def is_json(text: str) -> bool:
     return isinstance(_parsed(text), dict | list)
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, which may stand in a fenced block of Markdown; None for another text."""
     found = _parsed(text)
     return found if isinstance(found, dict) else None
 

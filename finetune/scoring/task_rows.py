@@ -15,7 +15,7 @@ from finetune.data.formats import convert, convert_prompt
 from finetune.data.prompt_texts import Prompt
 from finetune.data.sources import Record, Source
 from finetune.errors import BadRow, InputError, refuse_if_any
-from finetune.scoring.scores import Score, chosen, is_json
+from finetune.scoring.scores import Score, chosen, json_object
 
 MOST_SHOWN = 5
 """Rows that cannot be used, of which the reason is said."""
@@ -156,6 +156,10 @@ def _unfit(row: TaskRow, score: Score) -> str:
         return f"it has no choices, which the score {score.name} needs in the keys `choices` and `answer`"
     if score.judge is not None and score.needs_answer and row.expected is None:
         return f"it has no answer to compare with, which the score {score.name} needs"
-    if score.name.startswith("json_fields") and not is_json(row.expected or ""):
-        return f"its answer is not JSON, which the score {score.name} needs"
-    return ""
+    if score.needs_fields is None:
+        return ""
+    expected = json_object(row.expected or "")
+    if expected is None:
+        return f"its answer is not a JSON object, which the score {score.name} needs"
+    lacking = [repr(name) for name in score.needs_fields if name not in expected]
+    return f"its answer has no field {' and '.join(lacking)}, which the score {score.name} compares" if lacking else ""

@@ -24,9 +24,13 @@ Document = tuple[int, int]
 class EmbeddingNoise:
     """Of one run; nothing where ``alpha`` is 0."""
 
-    def __init__(self, model: Any, alpha: float, seed: int) -> None:
-        """Has the input embeddings of the model add the noise while it trains."""
-        self.alpha, self.seed = alpha, seed
+    def __init__(self, model: Any, alpha: float, seed: int, *, fillers: int = 1) -> None:
+        """Has the input embeddings of the model add the noise while it trains.
+
+        Args:
+            fillers: documents of ``NOTHING`` that stand for a row that is not there; two for a pair.
+        """
+        self.alpha, self.seed, self.fillers = alpha, seed, fillers
         self.documents: list[Document] = []
         """Of the micro-batch that comes next, in their order; none before the first step, where all is tried out."""
         if alpha:
@@ -41,7 +45,7 @@ class EmbeddingNoise:
         self.documents = [
             (seed_of(self.seed, step, place + 1, number), len(document.tokens))  # the number of no row is -1
             for place, documents in rows
-            for number, document in enumerate(documents or [NOTHING])
+            for number, document in enumerate(documents or [NOTHING] * self.fillers)
         ]
 
     def _add(self, module: torch.nn.Module, _inputs: Any, embeddings_BTD: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batches import NOTHING, Inputs
 from finetune.data.encoding import Row
+from finetune.data.prompt_texts import room_problems
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
-from finetune.errors import InputError
+from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.training import documents
 from finetune.training.loss import Objective
@@ -35,9 +36,14 @@ class Question:
     """The held-out row's own answer, where it is compared."""
     expected_tokens: int = 0
 
-    def most_tokens(self, max_new_tokens: int) -> int:
-        """Length of the answer, at most: one that is compared may be as long as the expected one."""
-        return max(max_new_tokens, self.expected_tokens)
+    def most_tokens(self, max_new_tokens: int, positions: int | None) -> int:
+        """Length of the answer, at most: one that is compared may be as long as the expected one.
+
+        Args:
+            positions: of the model, for prompt and answer together; None for one without limit.
+        """
+        most = max(max_new_tokens, self.expected_tokens)
+        return most if positions is None else min(most, positions - len(self.prompt))
 
 
 @torch.no_grad()
@@ -87,14 +93,15 @@ def answers(
     """
     model.eval()
     bare, processes = accelerator.unwrap_model(model), accelerator.num_processes
+    positions = models.most_positions(bare.config.get_text_config())
     texts: dict[str, str] = {}
-    for batch in _batches(asked, max_new_tokens, processes):
+    for batch in _batches(asked, max_new_tokens, processes, positions):
         own = batch[accelerator.process_index :: processes] or batch[:1]
         found = models.answers(
             bare,
             tokenizer,
             [question.prompt for question in own],
-            most_tokens=[question.most_tokens(max_new_tokens) for question in own],
+            most_tokens=[question.most_tokens(max_new_tokens, positions) for question in own],
             device=accelerator.device,
             together=processes > 1,
         )
@@ -104,16 +111,22 @@ def answers(
     return {question.name: every[question.name] for question in asked}
 
 
-def _batches(asked: Sequence[Question], max_new_tokens: int, processes: int) -> Iterator[list[Question]]:
+def _batches(
+    asked: Sequence[Question], max_new_tokens: int, processes: int, positions: int | None
+) -> Iterator[list[Question]]:
     """Questions of like length, up to ``TOKENS_AT_ONCE`` with padding and answers for each process, or one for each.
 
     With room for 100 tokens and answers of 10, prompts of 40, 8 and 30 tokens are two batches: (40, 30) and (8).
+
+    The model goes on with every row of a batch until the longest answer has ended, so the longest prompt and the
+    longest answer have room in its positions together. A batch may then have fewer questions than there are processes.
     """
     batch: list[Question] = []
     for question in sorted(asked, key=lambda question: len(question.prompt), reverse=True):
         longer = [*batch, question]
-        each = len(longer[0].prompt) + max(other.most_tokens(max_new_tokens) for other in longer)
-        if len(batch) >= processes and -(-len(longer) // processes) * each > TOKENS_AT_ONCE:
+        each = len(longer[0].prompt) + max(other.most_tokens(max_new_tokens, positions) for other in longer)
+        has_no_room = positions is not None and each > positions
+        if has_no_room or (len(batch) >= processes and -(-len(longer) // processes) * each > TOKENS_AT_ONCE):
             yield batch
             longer = [question]
         batch = longer
@@ -146,19 +159,27 @@ def log_probabilities(
 
 
 def questions(
-    prompts: int | list[str], held_out: Rows | None, tokenizer: PreTrainedTokenizerBase, *, compared: bool
+    prompts: int | list[str],
+    held_out: Rows | None,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int | None,
+    *,
+    compared: bool,
 ) -> list[Question]:
     """What to answer: given texts, or the first held-out rows up to their last answer.
 
     Args:
+        positions: of the model; None for one without limit.
         compared: ask every held-out row, and compare the answer with the row's own.
 
     Raises:
-        InputError: if no held-out row can be asked.
+        InputError: if no held-out row can be asked, or a text leaves no room for an answer.
     """
     asked = []
     if isinstance(prompts, list):
-        asked = [Question(*each) for each in zip(prompts, models.prompt_tokens(tokenizer, prompts))]
+        tokens = models.prompt_tokens(tokenizer, prompts)
+        refuse_if_any(room_problems(["eval.prompts"] * len(prompts), tokens, positions, "the model"))
+        asked = [Question(*each) for each in zip(prompts, tokens)]
     count = None if compared else prompts if isinstance(prompts, int) else 0
     if held_out is None or count == 0:
         return asked

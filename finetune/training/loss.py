@@ -11,7 +11,7 @@ does to its scores beside the product (a bias, Gemma's cap, Granite's and Cohere
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ class Objective:
     """The loss is a mean over rows of the input, else over trained tokens."""
     figures: Callable[[], dict[str, Figure]] = dict
     """Others of what ``loss_sum`` was called for on this process since they were last asked for, by their names."""
+    figure_names: Collection[str] | None = None
+    """Of those in an evaluation; None where they are known only once it was made."""
     remembers_beginning: bool = False
     """The weights that training begins with are compared with all along: a run is resumed with no others."""
     remember: Callable[[torch.nn.Module], object] = lambda model: None

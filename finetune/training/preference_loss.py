@@ -188,6 +188,11 @@ def figures_of(pairs: Pairs, section: Dpo) -> dict[str, Figure]:
     return found
 
 
+def figure_names(section: Dpo) -> list[str]:
+    """Of ``figures_of``."""
+    return list(figures_of(Pairs(*[torch.zeros(0)] * 6), section))
+
+
 def _of_judged(pairs: Pairs, chosen: torch.Tensor, rejected: torch.Tensor, section: Dpo) -> dict[str, Figure]:
     """Figures of answers that are judged alone, given their rewards; 0 for that of a pair which is not there."""
     is_chosen, is_rejected = pairs.is_chosen, pairs.is_rejected

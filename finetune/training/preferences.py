@@ -13,7 +13,7 @@ from finetune.data.batches import NOTHING
 from finetune.data.encoding import Row
 from finetune.training.documents import document_numbers, of_documents
 from finetune.training.loss import Figure, Objective, added, is_training
-from finetune.training.preference_loss import Pairs, figures_of, losses_of
+from finetune.training.preference_loss import Pairs, figure_names, figures_of, losses_of
 
 AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
 """Within it a model computes as the one that training begins with."""
@@ -80,6 +80,7 @@ class Preferences:
             self.loss_sum,
             per_row=True,
             figures=self.take_figures,
+            figure_names=figure_names(self.section),
             remembers_beginning=self.section.loss not in WITHOUT_REFERENCE,
             remember=self.remember,
         )

@@ -101,7 +101,9 @@ class Pretraining:
     @property
     def objective(self) -> Objective:
         """For a session."""
-        return Objective(self.loss_sum, figures=self.take_figures)
+        of_each = [f"{figure}/{name}" for figure in ("loss", "bits_per_byte") for name in self.sources]
+        names = ["bits_per_byte", *(of_each if len(self.sources) > 1 else [])]
+        return Objective(self.loss_sum, figures=self.take_figures, figure_names=names)
 
     def collate(self, places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool) -> CorpusBatch:
         """For a session."""
