@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from finetune.cli.commands import main
 from finetune.output.output_folder import PICTURE, REPORT
@@ -327,3 +330,29 @@ def test_a_long_run_has_a_small_page(tmp_path: Path):
     assert [line.kind for line in charts[0].lines] == ["each", "mean", "held-out"]
     assert all(len(line.points) <= MOST_POINTS for chart in charts for line in chart.lines)
     assert len(pages.to_html(runs)) < 300_000
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize(("scheme", "brightness"), [(0, range(60)), (1, range(200, 256))], ids=["dark", "light"])
+def test_a_browser_draws_the_curves_in_the_colours_of_a_dark_and_of_a_light_screen(
+    run: Path, tmp_path: Path, scheme: int, brightness: range
+):
+    pages.of_finished_run(run)
+    how = ["--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings=preferredColorScheme={scheme}"]
+    how += [
+        "--window-size=1000,1400",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--screenshot={tmp_path / 'page.png'}",
+    ]
+    subprocess.run([str(CHROMIUM), *how, (run / REPORT).as_uri()], check=True, capture_output=True, timeout=60)
+    with Image.open(tmp_path / "page.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    assert pixels.shape == (1400, 1000, 3)
+    (background,), count = np.unique(pixels[-1:, -1], axis=0), len(pixels[0]) * len(pixels)
+    assert int(background.mean()) in brightness
+    coloured = np.ptp(pixels, axis=2) > 60  # of curves and bars; text and lines are grey
+    assert 0.001 < coloured.sum() / count < 0.3
