@@ -1,15 +1,21 @@
 """What every verb of the `finetune` command does alike."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 
 from finetune.cli import commands
+from finetune.cli.health import gpu_state, host_state, hub_state
+
+SAMPLE = Path(__file__).parent.parent / "recipes" / "configs" / "sample.yaml"
 
 VERBS = (
     "init",
@@ -52,14 +58,123 @@ def test_every_verb_is_known_to_these_tests(capsys: pytest.CaptureFixture[str]):
     assert re.findall(r"[\w-]+", listed.partition(")")[0]) == [*VERBS]
 
 
-@pytest.mark.parametrize("words", ["--help", "plan --help", "init {}/new", "plan --model {} --gpus 1xH100 --json"])
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows, a run at work, and a folder that holds nothing."""
+    folder = tmp_path_factory.mktemp("here")
+    tiny.write_weights(tiny.build_model_folder(folder / "model"))
+    tiny.write_conversations(folder / "rows.jsonl", rows=2)
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    (folder / "empty").mkdir()
+    return folder
+
+
+REFUSED = {
+    # a typo
+    "doctor --jsno": "unrecognized arguments: --jsno",
+    "train {sample} --train.epoch 2": "Unknown flag --train.epoch; did you mean train.epochs?",
+    "train {sample} --strategy fdsp2": "unknown strategy fdsp2; did you mean fsdp2?",
+    "export {here}/model --gguf {here}/x.gguf --dtype fp16": "did you mean f16?",
+    "evaluate {here}/model --data {here}/rows.jsonl --score exactmatch": "did you mean exact_match?",
+    "evaluate {here}/model --dta {here}/rows.jsonl": "unrecognized arguments: --dta",
+    "report {here}/run --jsno": "unrecognized arguments: --jsno",
+    "merge {here}/run --output {here}/x --dtype fp16": "did you mean bf16?",
+    "generate {here}/model a --temprature 1": "unrecognized arguments: --temprature",
+    "checkpoint lst {here}/run": "did you mean ls?",
+    # nothing of that name
+    "doctor {here}/none": "unrecognized arguments",
+    "train {here}/none.yaml": "none.yaml is not a file; give the configuration first",
+    "export {here}/none --gguf {here}/x.gguf --json": "There is no folder {here}/none; check its name.",
+    "evaluate {here}/none --data {here}/rows.jsonl --json": "There is no folder {here}/none; check its name.",
+    "evaluate {here}/model --data {here}/none.jsonl --json": "none.jsonl: there is no such data file or folder",
+    "report {here}/none --json": "{here}/none has neither run.yaml nor metrics.jsonl; give the output folder of a run.",
+    "merge {here}/none --output {here}/x --json": "There is no folder {here}/none; check its name.",
+    "generate {here}/none a --json": "There is no folder {here}/none; check its name.",
+    "chat {here}/none": "There is no folder {here}/none; check its name.",
+    "data --config {here}/none.yaml --json": "{here}/none.yaml: the file cannot be read (No such file or directory)",
+    "plan --model {here}/none --gpus 1xH100 --json": "{here}/none",
+    "checkpoint ls {here}/none --json": "There is no folder {here}/none; give the output folder of a run.",
+    # something else than what is asked for
+    "init {here}/rows.jsonl": "{here}/rows.jsonl already exists; choose another folder.",
+    "init {here}/rows.jsonl/new": "{here}/rows.jsonl/new cannot be written (",
+    "train {here}/empty": "empty is not a file; give the configuration first",
+    "train {here}/model/model.safetensors": "not valid YAML",
+    "export {here}/empty --gguf {here}/x.gguf --json": "{here}/empty has neither run.yaml nor",
+    "export {here}/rows.jsonl --gguf {here}/x.gguf": "There is no folder {here}/rows.jsonl",
+    "export {here}/run --push owner/name": "{here}/run has neither run.yaml nor",
+    "evaluate {here}/empty --data {here}/rows.jsonl --json": "{here}/empty has neither run.yaml nor",
+    "evaluate {here}/rows.jsonl --data {here}/rows.jsonl": "There is no folder {here}/rows.jsonl",
+    "evaluate {here}/model --data {here}/model/model.safetensors": "unknown kind of data file",
+    "report {here}/empty --json": "{here}/empty has neither run.yaml nor metrics.jsonl",
+    "report {here}/rows.jsonl": "{here}/rows.jsonl has neither run.yaml nor metrics.jsonl",
+    "report {here}/run --output {here}/rows.jsonl/report.html": "report.html cannot be written",
+    "merge {here}/empty --output {here}/x --json": "{here}/empty has neither run.yaml nor",
+    "generate {here}/empty a --json": "{here}/empty has neither run.yaml nor",
+    "chat {here}/empty": "{here}/empty has neither run.yaml nor",
+    "data --config {here}/empty --json": "{here}/empty: the file cannot be read (Is a directory)",
+    "plan --model {here}/empty --gpus 1xH100 --json": "The folder {here}/empty has no config.json",
+    "checkpoint ls {here}/empty --json": "{here}/empty has no checkpoint; give the output folder of a run",
+}
+"""Commands, with a part of the sentence that refuses them."""
+
+
+def test_wrong_commands_of_every_verb_are_known():
+    assert {words.split()[0] for words in REFUSED} == {*VERBS}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_command_is_answered_with_one_sentence_within_seconds(
+    words: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    names = {"here": here, "sample": SAMPLE}
+    start = time.process_time()
+    try:
+        code: Any = commands.main(words.format(**names).split())
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    assert time.process_time() - start < 5
+    assert code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    sentence = printed.err.splitlines()[-1]
+    assert "error: " in sentence
+    assert REFUSED[words].format(**names) in sentence
+    assert printed.err.count("error: ") == 1
+    assert "usage: " in printed.err or printed.err == f"{sentence}\n"
+
+
+@pytest.mark.usefixtures("arithmetic_steps")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "plan --help",
+        "init {new}",
+        "plan --model {here}/model --gpus 1xH100 --json",
+        "doctor",
+        "doctor --json",
+        "train {sample} --print-command",
+        "export {here}/model --gguf {new} --json",
+        "evaluate {here}/model --data {here}/rows.jsonl --score loss",
+        "evaluate {here}/model --data {here}/rows.jsonl --score loss --json",
+        "report {here}/run --json",
+        "report {here}/run --output {new}.html",
+    ],
+)
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Standard output is a pipe, as to `head`, that nobody reads any more."""
-    tiny.build_model_folder(tmp_path)
+    for module in (gpu_state, host_state, hub_state):  # which take seconds
+        monkeypatch.setattr(module, "examine", lambda: iter(()))
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe, monkeypatch.context() as patch:  # closing flushes, as the interpreter's end does
         patch.setattr("sys.stdout", pipe)
-        assert commands.main(words.format(tmp_path).split()) == 1
+        try:
+            code: Any = commands.main(words.format(here=here, new=tmp_path / "new", sample=SAMPLE).split())
+        except SystemExit as ended:  # of Rich
+            code = ended.code
+        assert code == 1

@@ -24,6 +24,7 @@ from benchmarks import (
     data_preparation,
     dpo_reference,
     kills,
+    lm_eval_reference,
     parity_table,
     pictures,
     preference_run,
@@ -427,6 +428,30 @@ def test_comparison_with_trl_keeps_its_bounds():
         ("trl", "recipe"),
         ("trl_4_bits", "recipe_4_bits"),
     }
+
+
+def test_comparison_with_lm_eval_keeps_its_bounds():
+    results = recorded(lm_eval_reference.RESULTS)
+    assert list(lm_eval_reference.broken_bounds(results)) == []
+    assert set(results["scores"]) == {score for task in lm_eval_reference.TASKS.values() for score in task.scores}
+    assert all(0 < found["ours"] <= 1 and found["rows"] >= 36 for found in results["scores"].values())
+
+
+HANDED_OVER = {
+    "lm_eval": {"--model", "--model_args", "--tasks", "--apply_chat_template", "--batch_size"},
+    "vllm": {"--enable-lora", "--lora-modules"},
+}
+"""Flags of other programs that the manual hands results over to, by their own help: lm-eval 0.4.13, vLLM 0.11."""
+
+
+def test_commands_of_other_programs_have_flags_that_these_know():
+    lines = [
+        line for language, body in fences("docs/evaluation.md") if language == "text" for line in body.splitlines()
+    ]
+    found = [shlex.split(line) for line in lines if line.startswith(tuple(HANDED_OVER))]
+    assert {program for program, *_ in found} == set(HANDED_OVER)
+    for program, *arguments in found:
+        assert {each for each in arguments if each.startswith("--")} <= HANDED_OVER[program]
 
 
 def test_comparison_of_preferences_with_trl_keeps_its_bound_under_the_stated_conditions():

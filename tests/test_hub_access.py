@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import tiny
 
 from finetune import hub_access
 from finetune.data.sources import Source, identity, read
@@ -17,6 +18,7 @@ from finetune.errors import InputError
 from finetune.models import loading as models
 from finetune.models.model_config import read_config
 
+SAMPLE = Path(__file__).parent.parent / "recipes" / "configs" / "sample.yaml"
 COMMIT = "0" * 40
 ANSWERS: dict[str, tuple[int, dict[str, str]]] = {
     "good": (200, {"X-Repo-Commit": COMMIT, "ETag": '"1"', "Content-Length": "2"}),
@@ -210,3 +212,34 @@ def test_plan_takes_a_config_from_the_hub_and_what_the_cache_knows_from_a_hub_th
     code = "from finetune.models.model_config import read_config\n"
     code += f"for name in ('good', 'busy', 'silent'):\n    began = time.monotonic()\n{read}"
     assert said(endpoint, tmp_path, code) == ["{} True"] * 3
+
+
+VERBS = (
+    "from finetune.cli import commands, data_verb, evaluate_verb, generate_verb\n"
+    "from finetune.export import hub_upload\n"
+    "def run(words):\n"
+    "    began = time.monotonic()\n"
+    "    print(commands.main(words.split()), time.monotonic() - began < 5)\n"
+)
+"""A program that prints what a command says, its exit code, and whether it took less than five seconds."""
+ASKING = {
+    "evaluate owner/name --data {rows} --json": REMEDY,
+    "evaluate {model} --data owner/rows": REMEDY,
+    "generate owner/name hello": REMEDY,
+    "chat owner/name": REMEDY,
+    "data --config {sample} --model.path owner/name": REMEDY,
+    "export {model} --push owner/name --json": "--push owner/name: the hub cannot be reached (",
+}
+"""Commands that ask the hub, with a part of what they say where it cannot be reached."""
+
+
+@pytest.mark.slow
+def test_every_verb_that_asks_the_hub_ends_within_seconds_in_one_sentence_without_a_network(tmp_path: Path):
+    model = tiny.write_weights(tiny.build_model_folder(tmp_path / "model"))
+    names = {"model": model, "rows": tiny.write_conversations(tmp_path / "rows.jsonl", rows=2), "sample": SAMPLE}
+    program = VERBS + "".join(f"run({words.format(**names)!r})\n" for words in ASKING)
+    lines = said("http://127.0.0.1:9", tmp_path, program, HF_TOKEN="hf_x")
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert [line for line in lines if line.startswith("2 ")] == ["2 True"] * len(ASKING)
+    for line, remedy in zip(errors, ASKING.values(), strict=True):
+        assert remedy in line

@@ -32,12 +32,12 @@ def ls(run: Path, *, as_json: bool) -> int:
         {"name": path.name, "state": "being removed" if ".removed." in path.name else "being written, or left behind"}
         for path in folder.unfinished(checkpoints)
     ]
+    if not entries:
+        raise InputError(f"{run} has no checkpoint; give the output folder of a run that saved one.")
     if as_json:
         print(json.dumps(entries, indent=2))
-    elif entries:
-        _print_table(entries)
     else:
-        raise InputError(f"{run} has no checkpoint; give the output folder of a run that saved one.")
+        _print_table(entries)
     return 0
 
 

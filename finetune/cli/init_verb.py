@@ -14,9 +14,13 @@ def init(folder: Path) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        InputError: if something would be overwritten.
+        InputError: if something would be overwritten, or cannot be written.
     """
-    kept = unpack(folder)
+    try:
+        kept = unpack(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{folder} cannot be written ({reason}); choose another folder.") from error
     print(f"Copied {', '.join(FOLDERS)}, README.md and constraints.txt to {folder}.")
     for name in kept:
         print(f"{name} was there before, and stays as it was.")

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.errors import InputError, first_line
 from finetune.export.results import Result, result_at
+from finetune.hub_access import SECONDS
 
 UPLOADED = ("*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
 CONFIGURATIONS = (
@@ -33,10 +34,10 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         What was uploaded, for JSON.
 
     Raises:
-        InputError: if there is no such result, no login, or the hub refuses it.
+        InputError: if there is no such result, no login, no network, or the hub refuses it.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     result = result_at(path)
     files = files_of(result)
@@ -52,6 +53,7 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
     if base := local_base_of(result):
         say(f"The adapter names its base by a folder of this machine, {base}: others need that model too.")
     contents: dict[str, Any] = {file.name: str(file) for file in files} | {CARD: card.encode()}
+    get_session().timeout = (SECONDS, None, None, None)  # to connect, for which it would wait for ever
     try:
         hub = HfApi()
         made = hub.create_repo(name, private=not public, exist_ok=True)
@@ -61,6 +63,10 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         raise InputError(
             f"--push {name}: the hub refuses it ({first_line(error)}); check the name, and that your token may write "
             "there (`hf auth login`)."
+        ) from error
+    except HTTPError as error:  # no answer
+        raise InputError(
+            f"--push {name}: the hub cannot be reached ({first_line(error)}); check the network, and try again."
         ) from error
     return {"repository": str(made), "commit": commit.oid, "files": sorted(contents), "bytes": size}
 

@@ -78,8 +78,7 @@ def data_files(path: str) -> list[str]:
             raise InputError(f"{path}: no data file matches; check the folder and the suffix ({_KNOWN}).")
         return files
     raise InputError(
-        f"{path}: there is no such data file or folder; check data.train and data.eval. "
-        "A hub dataset is written as owner/name."
+        f"{path}: there is no such data file or folder; check its name. A hub dataset is written as owner/name."
     )
 
 
