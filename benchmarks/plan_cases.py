@@ -186,7 +186,7 @@ def at_edge(case: Case, share: float, machines: Machines) -> Case | None:
 
     def fits(model: Model, steps: int) -> bool:
         setting = of_length(steps).setting
-        memory = model.memory(setting, mean_document_tokens=setting.row_tokens, large_workspaces=large)
+        memory = model.memory(setting, large_workspaces=large)
         return needed_bytes(memory, setting) <= share * memory_bytes
 
     low, high = 0, POSITIONS // EDGE_STEP

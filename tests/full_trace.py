@@ -8,7 +8,7 @@ from typing import Any
 from finetune.models.loading import config_from
 from finetune.trace.accounts import Account, Lives
 from finetune.trace.dry_run import ON_HOST, stepped
-from finetune.trace.ledger import ALLOCATOR_ROUNDING, Ledger
+from finetune.trace.ledger import Ledger
 from finetune.trace.setting import Setting
 
 
@@ -41,17 +41,11 @@ class FullTrace:
 
 
 def full_trace(
-    model: dict[str, Any],
-    setting: Setting,
-    *,
-    rank: int = 0,
-    real: bool = False,
-    kernels: bool = True,
-    rounding: int = ALLOCATOR_ROUNDING,
+    model: dict[str, Any], setting: Setting, *, rank: int = 0, real: bool = False, as_on_gpu: bool = True
 ) -> FullTrace:
     """Trace a model by its ``config.json``; the other arguments are those of ``dry_run.stepped``."""
     config = config_from(model)
-    ledger = stepped(config, setting, rank=rank, real=real, kernels=kernels, rounding=rounding)
+    ledger = stepped(config, setting, rank=rank, real=real, as_on_gpu=as_on_gpu)
     place = setting.placement
     vocabulary = config.get_text_config().vocab_size
     return told(ledger, {setting.tokens}, vocabulary, ON_HOST if place.weights_on != "gpu" else frozenset())

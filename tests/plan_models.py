@@ -25,8 +25,8 @@ from finetune.trace.shallow import Depth, Held, Kernel, Sent, Span, Step
 from finetune.trace.tracer import key_setting
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
-TOKEN: Power = (1, 1, 0, 0)
-SQUARE: Power = (1, 2, 0, 0)
+TOKEN: Power = (1, 1, 0)
+SQUARE: Power = (1, 2, 0)
 
 
 def config_named(name: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def traces(request: pytest.FixtureRequest) -> "Iterator[dict[Any, Future[Any]]]"
         kind: partial(traced_step, cut_short(each["config"]), LORA, row_tokens=LONGEST)
         for kind, each in SMALLEST.items()
     }
-    exact = partial(full_trace, kernels=False, rounding=1)
+    exact = partial(full_trace, as_on_gpu=False)
     for family, setting in [way for way in [*WAYS, *OTHER_WAYS] if any(each and way == _way(each) for each in chosen)]:
         for real in (False, True):
             calls[family, setting, real] = partial(exact, small(family), setting, real=real)
@@ -103,7 +103,7 @@ def test_published_architecture_is_traced(kind: str, traces: "dict[Any, Future[S
     """
     step, config = traces[kind].result(), cut_short(SMALLEST[kind]["config"])
     products = [each for each in step.kernels if each.kind == "product" and each.phase in PHASES["forward"]]
-    flops = sum(each.calls * each.flops.get((1, 1, 0, 0), 0) for each in products) / step.micro_batches
+    flops = sum(each.calls * each.flops.get((1, 1, 0), 0) for each in products) / step.micro_batches
     embedding = 0 if config_from(config).tie_word_embeddings else config["hidden_size"] * config["vocab_size"]
     assert flops == pytest.approx(2 * (anatomy(config).active_parameters - embedding), rel=0.05)
     assert max(moment.bytes for moment in step.moments(step.micro_batch(1, LONGEST))) > 2 * anatomy(config).parameters

@@ -244,7 +244,7 @@ def test_plan_takes_a_pair_for_two_documents_and_names_the_recipe(tmp_path: Path
 
 def test_plan_counts_the_passes_and_the_copy_of_a_reference():
     machines, full = parse_gpus("8xH100"), Setting("fsdp2", 8, row_tokens=2048, accumulation=2)
-    memory = {name: LLAMA_8B.memory(each, mean_document_tokens=1024).peak for name, each in referring(full).items()}
+    memory = {name: LLAMA_8B.memory(each).peak for name, each in referring(full).items()}
     time = {
         name: LLAMA_8B.time(each, machines, mean_document_tokens=1024).parts for name, each in referring(full).items()
     }
@@ -277,9 +277,7 @@ def test_plan_reads_the_reference_of_a_configuration_and_caches_it_where_the_cop
     start = replace(
         question.base, strategy="fsdp2", weights="bf16", optimizer="adamw_8bit", activation_checkpointing=True
     )
-    without, copy = (
-        LLAMA_8B.memory(replace(start, reference=name), mean_document_tokens=512) for name in ("cached", "model")
-    )
+    without, copy = (LLAMA_8B.memory(replace(start, reference=name)) for name in ("cached", "model"))
     between = replace(
         question.machines,
         gpu=replace(

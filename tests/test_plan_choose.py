@@ -53,7 +53,7 @@ def row_of(asked: Question, setting: Setting, size: float) -> Row:
 
 def grows(smaller: Setting, larger: Setting) -> bool:
     """Whether the arithmetic model needs no less for the second."""
-    first, second = (LLAMA_8B.memory(each, mean_document_tokens=512).peak for each in (smaller, larger))
+    first, second = (LLAMA_8B.memory(each).peak for each in (smaller, larger))
     return first <= second
 
 
@@ -79,7 +79,7 @@ def test_models_of_these_tests_grow_as_real_ones_do(changed: str):
             "weights": (replace(each, weights="bf16"), each),
         }[changed]
         assert grows(smaller, larger), each
-    every = {LLAMA_8B.memory(each, mean_document_tokens=512).peak for each in STRATEGIES_AND_METHODS}
+    every = {LLAMA_8B.memory(each).peak for each in STRATEGIES_AND_METHODS}
     assert len(every) > len(STRATEGIES_AND_METHODS) / 2
 
 
@@ -104,7 +104,7 @@ def test_what_a_gpu_needs_beside_its_allocator_counts():
     """A card that holds the peak and no more must not be called large enough."""
     asked = question("1xH100", batch=1, methods=(METHODS["full"],))
     setting = asked.ways(asked.base, checkpointing=False)[0]
-    peak = SMALL.memory(setting, mean_document_tokens=2048).peak
+    peak = SMALL.memory(setting).peak
     card = replace(asked.machines.gpu, memory_gib=1.01 * peak / GIB)
     too_small = replace(asked, machines=replace(asked.machines, gpu=card))
     row = judged(too_small, setting)
@@ -237,7 +237,7 @@ def test_a_row_of_the_answer_is_what_the_model_says_of_its_setting():
     answer = plan(asked)
     assert len(answer.rows) > 20
     for row in answer.rows:
-        assert row.memory == LLAMA_8B.memory(row.setting, mean_document_tokens=2048)
+        assert row.memory == LLAMA_8B.memory(row.setting)
         assert row.setting.micro_batch_size * row.setting.accumulation * 8 == 64
 
 

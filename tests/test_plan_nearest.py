@@ -117,7 +117,7 @@ def test_nearest_of_an_8b_model_fits():
     start = Setting("ddp", 8, row_tokens=4096, micro_batch_size=4, accumulation=2)
     found = nearest(LLAMA_8B, start, "8xH100")
     assert found is not None
-    memory = LLAMA_8B.memory(found.row.setting, mean_document_tokens=4096)
+    memory = LLAMA_8B.memory(found.row.setting)
     assert needed_bytes(memory, found.row.setting) <= 0.9 * 79.1 * GIB
     assert found.row.setting.adapter == "none"  # sharding suffices
     assert math.isclose(found.row.gpu.there or 0, 79.1 * GIB, abs_tol=1)

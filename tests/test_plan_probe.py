@@ -29,7 +29,7 @@ SETTING = Setting(micro_batch_size=2, row_tokens=4096, accumulation=8)
 class MadeUp:
     """In the place of ``planner.Model``: 10 GiB and 1 MiB for each token; a second for each micro-batch."""
 
-    def memory(self, setting: Setting, *, mean_document_tokens: float, large_workspaces: bool) -> StepMemory:
+    def memory(self, setting: Setting, *, large_workspaces: bool) -> StepMemory:
         return StepMemory({"weights": 10 * GIB, "activations": 2**20 * setting.tokens}, {}, ())
 
     def time(self, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:

@@ -45,9 +45,7 @@ def uneven_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traces(uneven_model: Path) -> "Iterator[dict[Any, Future[FullTrace]]]":
     """Of the first process, with blocks as long as they are."""
     config = json.loads((uneven_model / "config.json").read_text())
-    calls = {
-        point: partial(full_trace, config, setting, kernels=False, rounding=1) for point, setting in SETTINGS.items()
-    }
+    calls = {point: partial(full_trace, config, setting, as_on_gpu=False) for point, setting in SETTINGS.items()}
     with begun(calls) as found:
         yield found
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from tracing import begun, traced_step
 
-from finetune.errors import InputError
 from finetune.hardware.cards import known_gpus, parse_gpus
 from finetune.hardware.rates import rates_of
 from finetune.models.loading import config_from
@@ -146,8 +145,7 @@ def test_quantised_weights_are_multiplied_as_others_are(step: Any):
 def sent_elements(step: Step, setting: Setting) -> dict[str, float]:
     """Elements that a process sends in a step, by what; weights travel in 2 bytes and gradients in 4."""
     machines = parse_gpus(GPUS[setting.world_size])
-    placement = setting.placement
-    sent = transfers(step, setting, placement, machines, rates_of(machines.gpu))
+    sent = transfers(step, setting, machines, rates_of(machines.gpu))
     return {each.what: each.bytes / (2 if "gather" in each.what else 4) for each in sent if each.is_collective}
 
 
@@ -258,13 +256,3 @@ def test_every_known_card_is_predicted_and_an_unknown_one_at_the_speed_of_a_name
     unknown, known = predicted(SINGLE, "80GB"), predicted(SINGLE, "H100")
     assert unknown.stand_in == "H100"
     assert unknown.step_seconds == known.step_seconds
-
-
-def test_contradictions_are_refused_in_sentences_all_at_once(step: Any):
-    with pytest.raises(InputError) as refused:
-        step_time(step(SINGLE), Setting(world_size=4), parse_gpus("8xT4"), mean_document_tokens=4096)
-    assert refused.value.problems == [
-        "The setting has 4 processes and 8xT4 has 8 GPUs; give one process to each.",
-        "Documents of 4096 tokens do not fit into rows of 2048; give a mean between 1 and 2048.",
-        "T4 does not support bf16; launch with --mixed_precision fp16 (or no).",
-    ]

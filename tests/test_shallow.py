@@ -185,8 +185,7 @@ def traces() -> "Iterator[dict[Any, Future[Any]]]":
 
 
 def peak(step: Step, setting: Setting) -> float:
-    documents = setting.micro_batch_size if setting.flat else 0
-    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens, documents)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens)
     return max(moment.bytes for moment in step.moments(micro_batch, accumulation=setting.accumulation))
 
 
@@ -308,7 +307,7 @@ def test_attention_to_rows_end_to_end_computes_as_much_as_to_padded_ones():
     for layout in ("padded", "flat"):
         step = step_of(LLAMA, replace(SETTING, layout=layout), (2, 3))
         of_attention = [each for each in step.kernels if each.kind == "attention"]
-        flops.append(sum(each.calls * step.micro_batch(2, 512, 2).value(each.flops) for each in of_attention))
+        flops.append(sum(each.calls * step.micro_batch(2, 512).value(each.flops) for each in of_attention))
     assert flops[0] > 0
     assert flops[1] == pytest.approx(flops[0])
 

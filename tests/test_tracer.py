@@ -41,7 +41,7 @@ LORA = Setting(adapter="lora", row_tokens=100)
 
 def peak(tracer: Tracer, setting: Setting = LORA) -> int:
     with tracer:
-        return Model(TINY, tracer).memory(setting, mean_document_tokens=setting.row_tokens).peak
+        return Model(TINY, tracer).memory(setting).peak
 
 
 def counted(folder: Path, row_tokens: int = 100) -> tuple[Tracer, list[int]]:
@@ -112,7 +112,7 @@ def test_several_questions_are_traced_in_one_round(tmp_path: Path):
         model = Model(TINY, tracer)
         settings = [replace(LORA, rank=rank) for rank in (2, 4)]
         tracer.prepare(settings)
-        found = [model.memory(each, mean_document_tokens=100) for each in settings]
+        found = [model.memory(each) for each in settings]
     assert asked == [1, 4]
     assert found[0].peak < found[1].peak
 
@@ -190,7 +190,7 @@ def test_known_answer_imports_no_pytorch(tmp_path: Path):
         from finetune.trace.tracer import Tracer
         model = {TINY!r}
         with Tracer(model, row_tokens=100, folder=Path({str(tmp_path)!r})) as tracer:
-            print(Model(model, tracer).memory(Setting(adapter="lora", row_tokens=100), mean_document_tokens=100).peak)
+            print(Model(model, tracer).memory(Setting(adapter="lora", row_tokens=100)).peak)
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(ask)], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.config.compatibility import Cell, bf16_weights_problems, reference_problems, refusal
+from finetune.config.compatibility import bf16_weights_problems, reference_problems, refusal
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
@@ -76,11 +76,10 @@ def why_not(model: Model, setting: Setting) -> str | None:
             f"The model is published in {model.published_bits} bits, which stay frozen; train an adapter on them, or "
             "take its 16-bit version."
         )
-    cell = Cell(setting.strategy, setting.bits, setting.adapter, setting.optimizer)
     return (
         world_sizes_problem(setting.strategy, setting.world_size)
-        or refusal(cell)
-        or next(iter(bf16_weights_problems(cell, weights=setting.weights, precision=setting.precision)), None)
+        or refusal(setting.cell)
+        or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
     )
 
@@ -95,6 +94,7 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
         on_gpu = [row for row in rows if row.setting.method == method and not row.offloads]
         if method.adapter != "none" or any(row.verdict == "fits" for row in on_gpu):
             continue
+        on_gpu = [row for row in on_gpu if _could_fit(row)]
         for base in _reductions(question):
             changed = [replace(base, strategy=row.setting.strategy, adapter="none", bits=None) for row in on_gpu]
             possible = [each for each in changed if why_not(question.model, each) is None]
@@ -103,6 +103,13 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
                 found += fitting
                 break
     return found
+
+
+def _could_fit(row: Row) -> bool:
+    """Whether its GPU holds half of the weights and gradients: no reduction leaves less of them, so that what is
+    larger need not be traced."""
+    parts = row.memory.parts
+    return (parts["weights"] + parts["gradients"]) / 2 <= (row.gpu.there or 0)
 
 
 def _reductions(question: Question) -> Iterator[Setting]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import STRATEGIES, Cell, bf16_weights_problems
+from finetune.config.compatibility import STRATEGIES, bf16_weights_problems
 from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
@@ -51,8 +51,7 @@ def with_8_bit_state(setting: Setting) -> list[Setting]:
 
 def with_bf16_weights(setting: Setting) -> list[Setting]:
     """Where launch and optimizer allow it."""
-    cell = Cell(setting.strategy, setting.bits, setting.adapter, setting.optimizer)
-    if setting.weights == "bf16" or bf16_weights_problems(cell, weights="bf16", precision=setting.precision):
+    if setting.weights == "bf16" or bf16_weights_problems(setting.cell, weights="bf16", precision=setting.precision):
         return []
     return [replace(setting, weights="bf16")]
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
-from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Sent, Step
@@ -54,46 +53,33 @@ class Transfer:
         return self.seconds / self.calls
 
 
-def transfers(
-    step: Step, setting: Setting, placement: Placement, machines: Machines, rates: Rates
-) -> tuple[Transfer, ...]:
+def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) -> tuple[Transfer, ...]:
     """All traffic of an optimizer step."""
-    found: dict[tuple[str, When, bool], list[Transfer]] = {}
+    found: dict[str, Transfer] = {}
     for each in step.sent if setting.world_size > 1 else ():
-        if (one := _collective(each, step.micro_batches, setting, placement, machines)).bytes:
-            found.setdefault((one.what, one.when, one.overlaps), []).append(one)
-    summed = [
-        Transfer(
-            what,
-            when,
-            sum(each.bytes for each in every),
-            sum(each.calls for each in every),
-            sum(each.seconds for each in every),
-            overlaps,
-        )
-        for (what, when, overlaps), every in found.items()
-    ]
-    every = [*summed, *_offload(step, setting, placement, machines, rates)]
-    return tuple(_times(each, setting.forward_passes) if each.when == "forward" else each for each in every)
+        one = _collective(each, step.micro_batches, setting, machines)
+        if known := found.get(one.what):
+            calls, seconds = known.calls + one.calls, known.seconds + one.seconds
+            one = replace(one, bytes=known.bytes + one.bytes, calls=calls, seconds=seconds)
+        found[one.what] = one
+    every = (*found.values(), *_offload(step, setting, machines, rates))
+    return tuple(each for each in every if each.bytes)
 
 
-def _times(one: Transfer, passes: int) -> Transfer:
-    """In so many passes in the place of one."""
-    return replace(one, bytes=passes * one.bytes, calls=passes * one.calls, seconds=passes * one.seconds)
-
-
-def _collective(sent: Sent, traced: int, setting: Setting, placement: Placement, machines: Machines) -> Transfer:
+def _collective(sent: Sent, traced: int, setting: Setting, machines: Machines) -> Transfer:
+    placement = setting.placement
     what = next((name for part, name in NAMES.items() if part in sent.name), sent.name)
     members, both_ways = max(1, sent.members), 2 if what == "all-reduce" else 1
-    is_of_each_micro_batch = placement.weight_shards > 1 or placement.averages_each_micro_batch
-    times = setting.accumulation / traced if is_of_each_micro_batch and sent.phase != "step" else 1.0
+    when: When = "backward" if sent.phase == "backward" else "step" if sent.phase == "step" else "forward"
+    repeats = placement.communicates_each_micro_batch and when != "step"
+    times = setting.accumulation / traced if repeats else 1.0
+    times *= setting.forward_passes if when == "forward" else 1
     stride = placement.weight_shards if members == placement.replicas != setting.world_size else 1
     gb_per_second, latency = _route(machines, members, stride)
     calls, size = sent.calls * times, sent.bytes.get(CONSTANT, 0.0)
     moved = both_ways * (members - 1) / members * size * calls
     if placement.framework == "replicated":
         calls = max(calls, calls * size / BUCKET_BYTES)
-    when: When = "backward" if sent.phase == "backward" else "step" if sent.phase == "step" else "forward"
     return Transfer(
         what=f"{what} in the {sent.phase} {'pass' if when != 'step' else ''}".rstrip(),
         when=when,
@@ -122,20 +108,14 @@ def _route(machines: Machines, members: int, stride: int) -> tuple[float, float]
     return min(inside.gb_per_second, out) if gpus > 1 else out, hops * 1e-6
 
 
-def _offload(step: Step, setting: Setting, placement: Placement, machines: Machines, rates: Rates) -> list[Transfer]:
+def _offload(step: Step, setting: Setting, machines: Machines, rates: Rates) -> list[Transfer]:
     """Weights come twice in a micro-batch, gradients go once; an optimizer on disk comes and goes once a step."""
-    shards, micro, units = placement.weight_shards, setting.accumulation, step.layers + 1
+    placement, micro, units = setting.placement, setting.accumulation, step.layers + 1
     host = machines.gpu.host_link.gb_per_second * 1e9
     disk = min(host, rates.disk_gb_per_second * 1e9 / machines.gpus_per_node)
     trained = sum(count * math.prod(shape) for shape, count in step.trained().items())
-    gathered = (
-        sum(
-            each.calls * each.bytes.get(CONSTANT, 0.0)
-            for each in step.sent
-            if "allgather" in each.name and each.phase == "forward"
-        )
-        / step.micro_batches
-    )
+    gathers = [each for each in step.sent if "allgather" in each.name and each.phase == "forward"]
+    gathered = sum(each.calls * each.bytes.get(CONSTANT, 0.0) for each in gathers) / step.micro_batches
     found = []
 
     def travels(what: str, when: When, size: float, *, times: int, through: float, overlaps: bool = True) -> None:
@@ -145,14 +125,15 @@ def _offload(step: Step, setting: Setting, placement: Placement, machines: Machi
     if placement.weights_on != "gpu":
         # FSDP2 brings fp32 shards to the GPU and casts them there
         masters = placement.framework == "fully_shard" and setting.weights == "fp32_master"
-        weights = (gathered + (2 * trained if masters else 0)) / shards
+        weights = (gathered + (2 * trained if masters else 0)) / placement.weight_shards
         through = disk if placement.weights_on == "disk" else host
-        travels("weights to the GPU for the forward pass", "forward", weights, times=micro, through=through)
+        passes = micro * setting.forward_passes
+        travels("weights to the GPU for the forward pass", "forward", weights, times=passes, through=through)
         travels("weights to the GPU for the backward pass", "backward", weights, times=micro, through=through)
     if placement.optimizer_on != "gpu":
-        gradients = placement.gradient_bytes * trained / placement.optimizer_shards
+        gradients = 4 * trained / placement.optimizer_shards  # reduced in fp32 under every strategy
         travels("gradients to the host", "backward", gradients, times=micro, through=host)
     if placement.optimizer_on == "disk":
         state = 2 * 12 * trained / placement.optimizer_shards  # master and both moments of AdamW, read and written
         travels("optimizer state from and to disk", "step", state, times=1, through=disk, overlaps=False)
-    return [each for each in found if each.bytes]
+    return found

@@ -77,14 +77,9 @@ class Row:
 
 
 def judged(question: Question, setting: Setting) -> Row:
-    """Predict one way to train.
-
-    Raises:
-        InputError: if setting and question contradict one another.
-    """
+    """Predict one way to train."""
     model, machines = question.model, question.machines
-    documents = min(question.mean_document_tokens, setting.row_tokens)
-    memory = model.memory(setting, mean_document_tokens=documents, large_workspaces=machines.gpu.has_large_workspaces)
+    memory = model.memory(setting, large_workspaces=machines.gpu.has_large_workspaces)
     host = model.host_bytes(setting, processes_of_machine=machines.gpus_per_node)
     return Row(
         setting=setting,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import Placement
-from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Moment, Step
 from finetune.units import MIB
@@ -59,16 +58,7 @@ class StepMemory:
         return sum(self.parts.values())
 
 
-def micro_batch_of(step: Step, setting: Setting, mean_document_tokens: float) -> MicroBatch:
-    """The micro-batch of a setting, with the documents that attention keeps apart."""
-    packed = setting.tokens / mean_document_tokens
-    documents = {"padded": 0.0, "flat": float(setting.micro_batch_size), "packed": packed}[setting.layout]
-    return step.micro_batch(setting.micro_batch_size, setting.row_tokens, documents)
-
-
-def step_memory(
-    step: Step, setting: Setting, *, mean_document_tokens: float, large_workspaces: bool = True
-) -> StepMemory:
+def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) -> StepMemory:
     """The second optimizer step of a run on the first of its processes.
 
     Args:
@@ -76,7 +66,7 @@ def step_memory(
         large_workspaces: of matrix products, as on Hopper and later.
     """
     place = setting.placement
-    micro_batch = micro_batch_of(step, setting, mean_document_tokens)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens)
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
     if place.weights_on == "gpu":
         beside["weights"] = float(reference_bytes(step, setting))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.hardware.cards import Machines
-from finetune.hardware.rates import Rates
 from finetune.models.model_config import published_bits
 from finetune.planner import memory, speed
 from finetune.planner.memory import StepMemory
@@ -41,19 +40,14 @@ class Model:
         """
         return self.tracer.anatomy
 
-    def memory(self, setting: Setting, *, mean_document_tokens: float, large_workspaces: bool = True) -> StepMemory:
+    def memory(self, setting: Setting, *, large_workspaces: bool = True) -> StepMemory:
         """Bytes of a GPU at the peak of the step; see ``memory.step_memory``."""
-        step = self.tracer.step(setting)
-        return memory.step_memory(
-            step, setting, mean_document_tokens=mean_document_tokens, large_workspaces=large_workspaces
-        )
+        return memory.step_memory(self.tracer.step(setting), setting, large_workspaces=large_workspaces)
 
-    def time(
-        self, setting: Setting, machines: Machines, *, mean_document_tokens: float, rates: Rates | None = None
-    ) -> StepTime:
+    def time(self, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:
         """Seconds of the step; see ``speed.step_time``."""
         step = self.tracer.step(setting)
-        return speed.step_time(step, setting, machines, mean_document_tokens=mean_document_tokens, rates=rates)
+        return speed.step_time(step, setting, machines, mean_document_tokens=mean_document_tokens)
 
     def host_bytes(self, setting: Setting, *, processes_of_machine: int) -> int:
         """Host memory of one machine; see ``memory.host_bytes``."""

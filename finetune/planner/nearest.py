@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from finetune.errors import InputError, RunStopped
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (
-    LEAST_ROW_TOKENS,
     differing,
     given_up,
     in_4_bits,
@@ -18,6 +17,7 @@ from finetune.planner.changes import (
     with_bf16_weights,
     with_cached_reference,
     with_checkpointing,
+    with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row, judged
 from finetune.planner.preference import simplest_of_the_fastest
@@ -121,10 +121,9 @@ def _judged(question: Question, settings: list[Setting], judge: Judge) -> list[R
 
 def _row_lengths(setting: Setting) -> Iterator[Setting]:
     """From its own, by halves."""
-    tokens = setting.row_tokens
-    while tokens >= min(LEAST_ROW_TOKENS, setting.row_tokens):
-        yield replace(setting, row_tokens=tokens)
-        tokens //= 2
+    yield setting
+    for shorter in with_shorter_rows(setting):
+        yield from _row_lengths(shorter)
 
 
 _MILDEST_FIRST: tuple[Change, ...] = (
@@ -138,14 +137,6 @@ _MILDEST_FIRST: tuple[Change, ...] = (
     in_4_bits,
 )
 """Sharding changes where numbers lie and not what is learnt, so it is milder than 8-bit state and bf16 weights."""
-_AS_APPLIED: tuple[Change, ...] = (
-    with_adapter,
-    in_4_bits,
-    sharded,
-    with_8_bit_state,
-    with_bf16_weights,
-    with_checkpointing,
-    with_cached_reference,
-    smaller_micro_batches,
-)
-"""Those first that make others possible: 4 bits need an adapter, and can be sharded where 8 bits cannot."""
+_FIRST: tuple[Change, ...] = (with_adapter, in_4_bits, sharded)
+"""Those that make others possible: 4 bits need an adapter, and can be sharded where 8 bits cannot."""
+_AS_APPLIED = (*_FIRST, *(each for each in _MILDEST_FIRST if each not in _FIRST))

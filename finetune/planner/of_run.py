@@ -16,15 +16,6 @@ from finetune.planner.question import Question, question_about
 from finetune.trace.setting import Setting
 from finetune.units import GIB, MIB, size_text
 
-PART_NAMES = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "loss": "logits and loss",
-    "gathered": "gathered",
-    "workspace": "workspace",
-}
 MOST_PARTS = 4
 """That are named in the run's output."""
 
@@ -66,10 +57,10 @@ class RunPlan:
         """The peak as a line, with the largest of its parts."""
         parts = sorted(self.memory.parts.items(), key=lambda part: -part[1])
         unit, digits = (GIB, 1) if self.memory.peak >= GIB else (MIB, 0)
-        named = {PART_NAMES[name]: size for name, size in parts[:MOST_PARTS]}
-        named["other"] = sum(size for _, size in parts[MOST_PARTS:])
+        named = dict(parts[:MOST_PARTS]) | {"other": sum(size for _, size in parts[MOST_PARTS:])}
         texts = [f"{name} {size / unit:.{digits}f}" for name, size in named.items() if round(size / unit, digits) > 0]
-        return f"plan: peak {size_text(self.memory.peak)}: {', '.join(texts)}"
+        peak = ", ".join(texts).replace("loss", "logits and loss")
+        return f"plan: peak {size_text(self.memory.peak)}: {peak}"
 
     def problems(self) -> list[str]:
         """Why the run cannot fit, with the nearest one that does, as a sentence.
@@ -161,12 +152,10 @@ def plan_run(
         accumulation=global_batch_size // (rows * setting.world_size),
         flash=machines is None or machines.gpu.has_flash_attention,
     )
-    documents = min(mean_document_tokens, setting.row_tokens)
     if machines is None:
-        memory = model.memory(setting, mean_document_tokens=documents)
-        return RunPlan(setting, memory, model.checkpoint_bytes(setting))
+        return RunPlan(setting, model.memory(setting), model.checkpoint_bytes(setting))
     question = replace(
-        question_about(model, setting, machines, mean_document_tokens=documents),
+        question_about(model, setting, machines, mean_document_tokens=mean_document_tokens),
         attended_tokens=attended_tokens,
         micro_batch_size=micro_batch_size,
         checkpointing=(False, True) if activation_checkpointing is None else (activation_checkpointing,),

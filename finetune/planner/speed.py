@@ -9,14 +9,11 @@ one pass do not overlap; no constant was fitted to our own steps.
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
-from finetune.errors import refuse_if_any
-from finetune.hardware.cards import Gpu, Machines, precision_problem, stand_in
+from finetune.hardware.cards import Gpu, Machines, stand_in
 from finetune.hardware.rates import Rates, rates_of
 from finetune.planner.communication import Transfer, transfers
-from finetune.planner.memory import micro_batch_of
-from finetune.trace.placement import Placement
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import MORE_PARTS, Kernel, Step
@@ -121,46 +118,31 @@ def pass_of(kernels: Iterable[Kernel], micro_batch: MicroBatch, gpu: Gpu, rates:
     return Pass(seconds["product"], seconds["attention"], seconds["moved"], waits)
 
 
-def step_time(
-    step: Step,
-    setting: Setting,
-    machines: Machines,
-    *,
-    mean_document_tokens: float,
-    rates: Rates | None = None,
-) -> StepTime:
+def step_time(step: Step, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:
     """Predict an optimizer step of ``setting.accumulation`` micro-batches on every GPU.
 
     Args:
         machines: the GPUs, as many as the setting has processes.
         mean_document_tokens: length of the document of a token, on average over the tokens (E[l^2] / E[l]): of a row
             where rows are not packed.
-        rates: of the card; by default those that are known of it.
-
-    Raises:
-        InputError: if setting, machines and documents contradict one another.
     """
-    refuse_if_any(_problems(setting, machines, mean_document_tokens))
     gpu = stand_in(machines.gpu)
-    rates = rates or rates_of(gpu)
-    rated = Machines(gpu, machines.gpus_per_node, machines.nodes)
-    placement = setting.placement
-    micro_batch = micro_batch_of(step, setting, mean_document_tokens)
+    rates = rates_of(gpu)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens)
     attended = mean_document_tokens / setting.row_tokens
-    kernels = step.kernels
-    traced = step.micro_batches
     passes = {
-        name: pass_of((each for each in kernels if each.phase in phases), micro_batch, gpu, rates, attended)
+        name: pass_of((each for each in step.kernels if each.phase in phases), micro_batch, gpu, rates, attended)
         for name, phases in PHASES.items()
     }
+    traced = step.micro_batches
     forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
-    sent = transfers(step, setting, placement, rated, rates)
-    communication, offload = _exposed(sent, forward, backward, setting, placement)
+    sent = transfers(step, setting, replace(machines, gpu=gpu), rates)
+    communication, offload = _exposed(sent, forward, backward, setting)
     micro = setting.accumulation / traced
     every = [passes["forward"]] * setting.forward_passes + [passes["backward"]]
     optimizer = passes["step"].seconds
-    if placement.optimizer_on != "gpu":
-        moved = sum(each.calls * micro_batch.value(each.bytes) for each in kernels if each.phase == "step")
+    if setting.placement.optimizer_on != "gpu":
+        moved = sum(each.calls * micro_batch.value(each.bytes) for each in step.kernels if each.phase == "step")
         optimizer = moved / (rates.host_gb_per_second * 1e9)
     return StepTime(
         parts=Parts(
@@ -170,53 +152,30 @@ def step_time(
             optimizer=optimizer,
         ),
         tokens=setting.tokens * setting.accumulation * setting.world_size,
-        model_flops=useful_flops(step, kernels, micro_batch, traced=traced, attended=attended)
-        / traced
-        * setting.accumulation,
+        model_flops=micro * useful_flops(step, micro_batch, attended),
         peak_flops=(gpu.tflops or 0.0) * 1e12,
         transfers=sent,
         stand_in=None if gpu is machines.gpu else gpu.name,
     )
 
 
-def useful_flops(
-    step: Step, kernels: Iterable[Kernel], micro_batch: MicroBatch, *, traced: int, attended: float
-) -> float:
-    """Of so many traced micro-batches, forward and backward, without what is recomputed (see ``models.flops``).
+def useful_flops(step: Step, micro_batch: MicroBatch, attended: float) -> float:
+    """Of the traced micro-batches, forward and backward, without what is recomputed (see ``models.flops``).
 
     Backward, each product is computed once more for the gradient of its input, and once for that of its weight where
     the weight is trained; attention takes twice what it takes forward.
     """
-    forward = [each for each in kernels if each.phase in PHASES["forward"]]
     flops = dict.fromkeys(("product", "attention", "moved"), 0.0)
-    for each in forward:
+    for each in (kernel for kernel in step.kernels if kernel.phase in PHASES["forward"]):
         one = each.calls * micro_batch.value(each.flops)
         of_scores = each.kind == "product" and any(tokens > 1 for _, tokens, *_ in each.flops)
         flops["attention" if of_scores else each.kind] += one / 2 if of_scores else one  # half of them are masked
-    multiplied = flops["product"] / (2 * micro_batch.rows * micro_batch.row_tokens * traced)
+    multiplied = flops["product"] / (2 * micro_batch.rows * micro_batch.row_tokens * step.micro_batches)
     trained = sum(count * math.prod(shape) for shape, count in step.trained().items() if len(shape) > 1)
     return flops["product"] * (2 + min(1.0, trained / multiplied)) + 3 * flops["attention"] * attended
 
 
-def _problems(setting: Setting, machines: Machines, mean_document_tokens: float) -> list[str]:
-    found = []
-    if setting.world_size != machines.world_size:
-        found.append(
-            f"The setting has {setting.world_size} processes and {machines.text} has {machines.world_size} GPUs; give "
-            "one process to each."
-        )
-    if not setting.flat and not 0 < mean_document_tokens <= setting.row_tokens:
-        found.append(
-            f"Documents of {mean_document_tokens:g} tokens do not fit into rows of {setting.row_tokens}; give a mean "
-            f"between 1 and {setting.row_tokens}."
-        )
-    problem = precision_problem(machines.gpu, "bf16" if setting.weights == "bf16" else setting.precision)
-    return found + ([problem] if problem else [])
-
-
-def _exposed(
-    sent: tuple[Transfer, ...], forward: float, backward: float, setting: Setting, placement: Placement
-) -> tuple[float, float]:
+def _exposed(sent: tuple[Transfer, ...], forward: float, backward: float, setting: Setting) -> tuple[float, float]:
     """Seconds of a step in which a GPU waits for other GPUs, and for host or disk.
 
     Beside each forward and backward pass run its transfers, one after the other; what is reduced once a step runs
@@ -225,13 +184,10 @@ def _exposed(
     Args:
         forward: seconds of one forward pass; ``backward`` likewise.
     """
-    reduces_once = placement.weight_shards == 1 and not placement.averages_each_micro_batch
+    reduces_once = not setting.placement.communicates_each_micro_batch
     waits = {True: 0.0, False: 0.0}  # for other GPUs; for host or disk
-    for when, beside, passes in (
-        ("forward", forward, setting.forward_passes),
-        ("backward", backward, 1),
-        ("step", 0.0, 1),
-    ):
+    of_pass = {"forward": (forward, setting.forward_passes), "backward": (backward, 1), "step": (0.0, 1)}
+    for when, (beside, passes) in of_pass.items():
         group = [each for each in sent if each.when == when]
         hidden = [each for each in group if each.overlaps]
         for each in group:

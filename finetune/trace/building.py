@@ -76,10 +76,11 @@ def build(
     with contextlib.nullcontext() if real else initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     model.tie_weights()  # which the initialisation that was left out does
+    adapter = _adapter_of(setting)
     if setting.adapter != "none":
-        targets = setting.targets if isinstance(setting.targets, str) else list(setting.targets)
-        saved, is_quantised = list(setting.modules_to_save), setting.bits is not None
-        refuse_if_any(adapters.problems(model, targets=targets, modules_to_save=saved, quantised=is_quantised))
+        targets, saved = adapter.targets, adapter.modules_to_save
+        quantised = setting.bits is not None
+        refuse_if_any(adapters.problems(model, targets=targets, modules_to_save=saved, quantised=quantised))
     if setting.bits and real:
         quantization.quantize(model, setting.bits, dtype, torch.device(device))
     elif setting.bits:
@@ -88,7 +89,8 @@ def build(
         # for PEFT; what is loaded by its name has them
         vars(model).update(is_loaded_in_4bit=setting.bits == 4, is_loaded_in_8bit=setting.bits == 8)
         quantization.settle(model, dtype)
-    attach(model, setting, dtype)
+    if setting.adapter != "none":
+        adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0)
     if setting.activation_checkpointing:
         models.recompute_activations(model)
     if setting.fused:
@@ -99,25 +101,16 @@ def build(
     return model
 
 
-def attach(model: PreTrainedModel, setting: Setting, dtype: torch.dtype) -> None:
-    """Attach the adapter of a setting, where it has one."""
-    if setting.adapter != "none":
-        adapters.attach(
-            model,
-            sections.Adapter(
-                type=setting.adapter,  # type: ignore[arg-type]  # pydantic checks it
-                rank=setting.rank,
-                alpha=2.0 * setting.rank,
-                rank_pattern=dict(setting.ranks),
-                dropout=setting.dropout,
-                targets=setting.targets if setting.targets == "all-linear" else list(setting.targets),  # type: ignore[arg-type]
-                modules_to_save=list(setting.modules_to_save),
-            ),
-            base="",
-            revision=None,
-            dtype=dtype,
-            seed=0,
-        )
+def _adapter_of(setting: Setting) -> sections.Adapter:
+    return sections.Adapter(
+        type=setting.adapter,  # type: ignore[arg-type]  # pydantic checks it
+        rank=setting.rank,
+        alpha=2.0 * setting.rank,
+        rank_pattern=dict(setting.ranks),
+        dropout=setting.dropout,
+        targets=setting.targets if isinstance(setting.targets, str) else list(setting.targets),  # type: ignore[arg-type]
+        modules_to_save=list(setting.modules_to_save),
+    )
 
 
 def _quantise(model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:

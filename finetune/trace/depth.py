@@ -12,28 +12,26 @@ from finetune.trace.shallow import Depth
 from finetune.trace.spans import held_at, spans_of
 
 
-def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch, *, kernels: bool = True) -> Depth:
+def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch) -> Depth:
     """Trace a model of few layers.
 
     Args:
         config: of the shallow model.
         traced: rows and positions, of which ``prime_micro_batch`` says what they must be.
-        kernels: count what kernels of a GPU take inside.
     """
     shaped = replace(setting, micro_batch_size=traced.rows, row_tokens=traced.row_tokens)
-    ledger = stepped(config, shaped, kernels=kernels, counts_work=True, scored=traced.scored)
+    ledger = stepped(config, shaped, counts_work=True, scored=traced.scored)
     text = config.get_text_config()
     account = Account(ledger, {shaped.tokens, traced.scored}, text.vocab_size)
     place = setting.placement
     gpu, host = account.lives(ON_HOST if place.weights_on != "gpu" else frozenset())
     update = account.last_start_of("step")
-    beside = [each for each in host if each[0].lives_at(update - 1) or each[0].lives_at(ledger.events)]
     assert ledger.calls is not None
     return Depth(
         layers=text.num_hidden_layers,
         trained=dict(ledger.trained),
         spans=spans_of(ledger, account, gpu, traced),
-        on_host=held_at([(block, category) for block, category in beside], update - 1, traced),
+        on_host=held_at(host, update - 1, traced),
         kernels=ledger.calls.kernels(traced),
         sent=ledger.calls.sent(),
         most_scored=ledger.most_scored,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeStore, QuickFakeTensorMode, without_modes
+from finetune.compat.fake_tensors import FakeStore, QuickFakeTensorMode, answer_replicas, without_modes
 from finetune.compat.peft_private import import_peft
-from finetune.config.compatibility import Cell, refusal
+from finetune.config.compatibility import refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
@@ -23,16 +23,14 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.shipped import shipped_files
 from finetune.trace import building
 from finetune.trace.anatomy import decoder_layers
-from finetune.trace.kernel_workspace import inside
-from finetune.trace.ledger import ALLOCATOR_ROUNDING, Ledger
+from finetune.trace.ledger import Ledger
 from finetune.trace.patches import (
-    answer_replicas,
     engines_take_fakes,
     kernels_of_a_gpu,
     libraries_take_fakes,
     scores_in_two_parts,
 )
-from finetune.trace.placement import Placement, world_sizes_problem
+from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
@@ -46,8 +44,7 @@ def stepped(
     *,
     rank: int = 0,
     real: bool = False,
-    kernels: bool = True,
-    rounding: int = ALLOCATOR_ROUNDING,
+    as_on_gpu: bool = True,
     counts_work: bool = False,
     scored: int | None = None,
 ) -> Ledger:
@@ -62,8 +59,7 @@ def stepped(
     Args:
         rank: which of the setting's processes it is.
         real: on real tensors on the CPU, in processes that were launched for it: for a comparison, of a small model.
-        kernels: count what kernels of a GPU take inside; real ones of a CPU take other memory.
-        rounding: bytes to whose multiples blocks are rounded up.
+        as_on_gpu: compute with the kernels of a GPU, and count what they and CUDA's allocator take beside the tensors.
         counts_work: count the operations of the second step.
         scored: positions whose scores exist at a time; two such parts stand for all. By default as the recipe has it.
 
@@ -71,55 +67,33 @@ def stepped(
         InputError: if the setting cannot be trained, or not traced.
     """
     import_peft()  # not under the ledger: libraries make constants when they are imported
-    refuse_if_any(problems(setting, rank))
+    refuse_if_any(problems(setting))
     fakes = contextlib.nullcontext() if real else QuickFakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(rounding=rounding, inside=inside if kernels else None)
-    place = setting.placement
-    among_others = real and setting.world_size > 1
+    ledger = Ledger(as_on_gpu)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_collecting_when_told())
-        if not among_others:
+        gc.disable()  # Python's own times for collecting would decide what a cycle of objects still holds
+        stack.callback(gc.enable)
+        if not real or setting.world_size == 1:
             stack.enter_context(_launched(setting, rank))
         if not real:
             stack.enter_context(libraries_take_fakes())
         if scored is not None:
             stack.enter_context(scores_in_two_parts(scored, ledger))
-        if kernels:
+        if as_on_gpu:
             stack.enter_context(kernels_of_a_gpu(flash=setting.flash))
-        if not real and place.framework == "zero":
+        if not real and setting.placement.framework == "zero":
             stack.enter_context(engines_take_fakes(fp16=setting.precision == "fp16"))
         accelerator, strategy = _start(setting)
         with fakes, ledger:
-            _trace(ledger, accelerator, strategy, config, setting, place, answers_itself=not real, counts=counts_work)
+            _trace(ledger, accelerator, strategy, config, setting, real=real, counts=counts_work)
         distributed.finish(accelerator, strategy, Path())
     return ledger
 
 
-def problems(setting: Setting, rank: int) -> list[str]:
-    """Why a setting cannot be traced, as sentences."""
-    found = [refusal(Cell(setting.strategy, setting.bits, setting.adapter, setting.optimizer))]
-    found.append(world_sizes_problem(setting.strategy, setting.world_size))
-    if not 0 <= rank < setting.world_size:
-        found.append(f"The rank is {rank}; of {setting.world_size} processes it is from 0 to {setting.world_size - 1}.")
-    place = setting.placement
-    if place.framework == "zero" and place.optimizer_on != "gpu":
-        found.append(
-            f"{setting.strategy} cannot be traced: without a GPU, its engine puts everything into host memory; trace "
-            "the strategy without offload."
-        )
+def problems(setting: Setting) -> list[str]:
+    """Why a setting cannot be trained, as sentences."""
+    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size)
     return [sentence for sentence in found if sentence]
-
-
-@contextlib.contextmanager
-def _collecting_when_told() -> Iterator[None]:
-    """Without Python's own times for collecting garbage, which would decide what a cycle of objects still holds."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextlib.contextmanager
@@ -160,22 +134,21 @@ def _trace(
     strategy: distributed.Strategy,
     config: PreTrainedConfig,
     setting: Setting,
-    place: Placement,
     *,
-    answers_itself: bool,
+    real: bool,
     counts: bool,
 ) -> None:
     dtype = distributed.compute_dtype(strategy, setting.weights)
     # by every process: how weights come to their places is not traced, and the other processes send none
     with distributed.loading(accelerator, strategy, whole=True, by_every_process=True):
-        model: Any = building.build(config, setting, dtype, real=not answers_itself)
+        model: Any = building.build(config, setting, dtype, real=real)
     ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
     ledger.built, head = ledger.events, loss.head_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
-    if place.framework == "replicated" and answers_itself:
+    if setting.placement.framework == "replicated" and not real:
         answer_replicas(model)
     model.train()
     micro_batch = next_tokens, inputs = _micro_batch(setting)
@@ -198,9 +171,9 @@ def _trace(
         ledger.begin("backward")
         return summed
 
-    # the optimizer's state is made in the first step, for which one micro-batch will do
-    for is_last, micro_batches in ((False, 1), (True, setting.accumulation)):
-        accelerator.gradient_accumulation_steps, accelerator.step = micro_batches, 0
+    # the first step makes the optimizer's state: an engine's of one micro-batch, else of gradients that are zero
+    for is_last, micro_batches in ((False, 1 if engine else 0), (True, setting.accumulation)):
+        accelerator.gradient_accumulation_steps, accelerator.step = max(1, micro_batches), 0
         ledger.calls = Calls() if counts and is_last else None
         ledger.tell([*model.parameters(), *model.buffers()], "weights")  # again: the first use may lay shards out anew
         _tell_engine(ledger, model)
@@ -211,6 +184,8 @@ def _trace(
             ledger.tell([p.grad for p in model.parameters() if p.grad is not None], "gradients")
         if ledger.phase != "step":
             ledger.begin("step")
+        for weight in model.parameters() if not micro_batches else ():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         step.step_if_finite(accelerator, model, optimizer, 1.0)
 
 

@@ -9,7 +9,7 @@ on the way, so that a block's purpose may be told after its end.)
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from finetune.compat.fake_tensors import (
     storage_key,
     tree_leaves,
 )
-from finetune.trace.kernel_workspace import Workspace
+from finetune.trace.kernel_workspace import inside
 from finetune.trace.patches import storages_tell_their_size
 from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.work import Calls
@@ -50,9 +50,6 @@ class Block:
     dtype: torch.dtype
     exact: int = 0
     """Bytes before they are rounded up."""
-    padding: int = 0
-    """Bytes beside them, of a kernel that pads ``documents`` documents."""
-    documents: int = 0
     died: int | None = None
     category: str | None = None
     """What it is for, where that was told."""
@@ -80,10 +77,8 @@ class Segment:
 class Ledger(DispatchMode):
     """Counts while it is active. Enter it after ``FakeTensorMode``, so that it sees what operations return."""
 
-    rounding: int = ALLOCATOR_ROUNDING
-    """Bytes; 1 counts exactly."""
-    inside: Callable[[str, Any, Any], Workspace] | None = None
-    """What a kernel takes for itself, told the operation's name, its arguments and what it returned."""
+    as_on_gpu: bool = True
+    """Whether blocks are as large as CUDA's allocator hands them out, and kernels take what those of a GPU do."""
     blocks: list[Block] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     events: int = 0
@@ -157,10 +152,8 @@ class Ledger(DispatchMode):
         if self.calls is not None and self.times is not None:
             phase = "backward" if makes_gradients() else self.phase
             self.calls.add(phase, self.times, name, func, args, kwargs, returned)
-        if self.inside and (taken := self.inside(name, args, returned)).bytes:
-            own = Block(taken.total, 0, name, (), torch.uint8, taken.bytes, category="kernels")
-            own.padding, own.documents = taken.padding, taken.documents
-            self._free(self._take(own))
+        if self.as_on_gpu and (taken := inside(name, args, returned)):
+            self._free(self._take(Block(taken, 0, name, (), torch.uint8, taken, category="kernels")))
         return returned
 
     def _meet(self, tensor: torch.Tensor, operation: str) -> Block:
@@ -205,7 +198,7 @@ class Ledger(DispatchMode):
         block.died = self.events
 
     def _rounded(self, size: int) -> int:
-        return -(-size // self.rounding) * self.rounding
+        return -(-size // ALLOCATOR_ROUNDING) * ALLOCATOR_ROUNDING if self.as_on_gpu else size
 
 
 def _any_value(tensor: torch.Tensor) -> float | bool:

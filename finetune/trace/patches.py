@@ -14,11 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetune.compat import fake_tensors
-from finetune.compat.fake_tensors import (
-    Change,
-    answer_replicas,
-    without_modes,
-)
+from finetune.compat.fake_tensors import Change, without_modes
 from finetune.compat.peft_private import import_peft
 from finetune.trace.powers import CONSTANT, PARTS
 from finetune.trace.shallow import MORE_PARTS
@@ -26,15 +22,6 @@ from finetune.training import loss
 
 if TYPE_CHECKING:
     from finetune.trace.ledger import Ledger
-
-__all__ = [
-    "answer_replicas",
-    "engines_take_fakes",
-    "kernels_of_a_gpu",
-    "libraries_take_fakes",
-    "scores_in_two_parts",
-    "storages_tell_their_size",
-]
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ class Placement:
     optimizer_on: Place = "gpu"
 
     @property
-    def averages_each_micro_batch(self) -> bool:
-        """Gradients are reduced after every micro-batch, else once a step."""
+    def communicates_each_micro_batch(self) -> bool:
+        """Weights are gathered and gradients reduced with every micro-batch; else gradients once a step."""
         return self.framework == "fully_shard" or self.zero_stage >= 2
 
     @property
@@ -40,11 +40,6 @@ class Placement:
         """Layers from an end within which spans of the step differ from those in the middle: ZeRO-3 holds two layers
         gathered (``distributed.setup``)."""
         return 2 if self.zero_stage == 3 else 1
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of a gradient's element on the wire: reduced in fp32 under every strategy."""
-        return 4
 
 
 def placement_of(strategy: str, world_size: int) -> Placement:

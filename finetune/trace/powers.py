@@ -10,14 +10,13 @@ a weight not at all.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Power = tuple[int, int, int, int]
-"""Exponents of the rows of a micro-batch, of the positions of a row, of the documents of a flat micro-batch, and of
-the positions whose scores exist at a time."""
+Power = tuple[int, int, int]
+"""Exponents of the rows of a micro-batch, of the positions of a row, and of the positions whose scores exist at a
+time."""
 Size = Mapping[Power, float]
 """Bytes, FLOPs or elements: a coefficient for each product of powers."""
-CONSTANT: Power = (0, 0, 0, 0)
-DOCUMENTS: Power = (0, 0, 1, 0)
-PARTS: Power = (1, 1, 0, -1)
+CONSTANT: Power = (0, 0, 0)
+PARTS: Power = (1, 1, -1)
 """Of the positions of a micro-batch, as many as there are for scores to exist at a time."""
 
 
@@ -28,8 +27,6 @@ class MicroBatch:
     rows: int
     row_tokens: int
     """Positions of a row."""
-    documents: float = 0.0
-    """Of a flat micro-batch."""
     scored: int = 1
     """Positions whose scores exist at a time."""
 
@@ -39,8 +36,8 @@ class MicroBatch:
 
     def product(self, power: Power) -> float:
         """The product of the powers alone."""
-        rows, tokens, documents, scored = power
-        return self.rows**rows * self.row_tokens**tokens * self.documents**documents * float(self.scored) ** scored
+        rows, tokens, scored = power
+        return self.rows**rows * self.row_tokens**tokens * float(self.scored) ** scored
 
     def factored(self, number: int) -> tuple[Power, int]:
         """A number as powers of rows, positions, and positions with scores, and the coefficient; all must be primes."""
@@ -49,7 +46,7 @@ class MicroBatch:
             while prime > 1 and number and number % prime == 0:
                 number, powers[place] = number // prime, powers[place] + 1
         rows, tokens, scored = powers
-        return (rows, tokens, 0, scored), number
+        return (rows, tokens, scored), number
 
     def growth(self, shape: Sequence[int], number: int, *, is_of_weights: bool = False) -> tuple[Power, int]:
         """Bytes or elements of a tensor as powers and the coefficient.
@@ -62,11 +59,12 @@ class MicroBatch:
         return self.factored(number)
 
 
+FEWEST_ROWS = 7
 MOST_SCORED = 521
 """To trace with. More would take more time; a smaller prime would happen to divide numbers that it has no part in."""
 
 
-def prime_micro_batch(row_tokens: int, dimensions: Iterable[int], *, fewest_rows: int = 7) -> MicroBatch:
+def prime_micro_batch(row_tokens: int, dimensions: Iterable[int]) -> MicroBatch:
     """Rows, positions, and positions with scores to trace with: primes that divide none of the dimensions.
 
     Args:
@@ -75,7 +73,7 @@ def prime_micro_batch(row_tokens: int, dimensions: Iterable[int], *, fewest_rows
         dimensions: of the model's tensors.
     """
     others = set(dimensions)
-    rows = _prime(fewest_rows, 1, others)
+    rows = _prime(FEWEST_ROWS, 1, others)
     tokens = _prime(row_tokens, -1, others | {rows})
     if tokens <= rows:  # rows too short for a prime of their own
         tokens = _prime(max(row_tokens, rows + 1), 1, others | {rows})
@@ -106,6 +104,6 @@ def multiplied(size: Size, times: Power) -> dict[Power, float]:
     """A size, so many times."""
     found: dict[Power, float] = {}
     for power, coefficient in size.items():
-        rows, tokens, documents, scored = (one + other for one, other in zip(power, times, strict=True))
-        found[rows, tokens, documents, scored] = coefficient
+        rows, tokens, scored = (one + other for one, other in zip(power, times, strict=True))
+        found[rows, tokens, scored] = coefficient
     return found

@@ -11,8 +11,6 @@ import logging
 import os
 import selectors
 import signal
-import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -52,17 +50,11 @@ def answers_to(question: Mapping[str, Any], *, may_trace_here: bool = False) -> 
 
     jobs, here = list(question["jobs"]), []
     if may_trace_here and len(jobs) >= MANY:
-        for framework in ("plain", "fully_shard"):
-            alike = [job for job in jobs if _framework(job) == framework]
+        for frameworks in (("plain", "replicated"), ("fully_shard",)):
+            alike = [job for job in jobs if setting_of(job[2]).placement.framework in frameworks]
             if alike:
                 here.append(max(alike, key=lambda job: (job[2]["bits"] == 4, job[2]["activation_checkpointing"])))
     yield from _traced([job for job in jobs if job not in here], here, question["at_a_time"])
-
-
-def _framework(job: Sequence[Any]) -> str:
-    setting = setting_of(job[2])
-    framework = setting.placement.framework
-    return "plain" if framework == "replicated" else framework
 
 
 def import_the_rest() -> None:
@@ -137,9 +129,8 @@ def _answer_and_tell(job: Sequence[Any], pipe: int) -> None:
     import torch
 
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # libraries print
-    if "FINETUNE_TRACE_ERRORS" not in os.environ:
-        os.dup2(nowhere, 2)
+    for descriptor in (1, 2):  # libraries print
+        os.dup2(nowhere, descriptor)
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -149,10 +140,8 @@ def _answer_and_tell(job: Sequence[Any], pipe: int) -> None:
     environment = environment_of_child({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     os.environ.clear()
     os.environ.update(environment)
-    answer = _answer(job)
-    sys.stderr.flush()
     with os.fdopen(pipe, "w") as file:
-        json.dump(answer, file)
+        json.dump(_answer(job), file)
 
 
 def _answer(job: Sequence[Any]) -> dict[str, Any]:
@@ -161,7 +150,6 @@ def _answer(job: Sequence[Any]) -> dict[str, Any]:
     except InputError as error:
         return {"problems": error.problems}
     except Exception as error:
-        traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {first_line(error)}"}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from finetune.config import sections
+from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
 from finetune.trace.placement import Placement, placement_of
@@ -119,6 +120,10 @@ class Setting:
     def placement(self) -> Placement:
         """What its strategy splits over its processes, and where it lies."""
         return placement_of(self.strategy, self.world_size)
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.strategy, self.bits, self.adapter, self.optimizer)
 
     @property
     def method(self) -> Method:

@@ -91,6 +91,7 @@ class Depth:
 
 
 Counted = TypeVar("Counted", Kernel, Sent)
+Key = TypeVar("Key")
 Place = tuple[str, int, str, int]
 """Of a span: phase, micro-batch, and its layer counted from the start or from the end, or which one it is of the spans
 without a layer."""
@@ -131,11 +132,11 @@ class Step:
         does not."""
         return self.low.layers - (self.reach if self.high is not self.low else 0)
 
-    def micro_batch(self, rows: int, row_tokens: int, documents: float = 0.0) -> MicroBatch:
+    def micro_batch(self, rows: int, row_tokens: int) -> MicroBatch:
         """To be asked about."""
         positions = rows * row_tokens
         scored = largest_part(positions, self.low.most_scored or positions)
-        return MicroBatch(rows, row_tokens, documents, scored)
+        return MicroBatch(rows, row_tokens, scored)
 
     @property
     def micro_batches(self) -> int:
@@ -148,48 +149,42 @@ class Step:
         Args:
             accumulation: micro-batches of the step; of more than two, those after the first are alike.
         """
-        shared = self._shared
-        low, high = (_highest(depth, shared, micro_batch) for depth in (self.low, self.high))
-        for place in low.keys() & high.keys():
-            if place[1] >= accumulation and place[0] != "step":
-                continue  # of a later micro-batch
-            if phase := _phase(place[0], micro_batch):
-                yield Moment(phase, _between(low[place], high[place], self.ratio))
+        for place, (_, whole) in self._highest(micro_batch).items():
+            is_there = place[1] < accumulation or place[0] == "step"  # of no later micro-batch
+            if is_there and (phase := _phase(place[0], micro_batch)):
+                yield Moment(phase, whole)
+
+    def _highest(self, micro_batch: MicroBatch) -> dict[Place, tuple[dict[str, float], dict[str, float]]]:
+        """The highest moment of each span that both depths have, in the lower one and in the whole model."""
+        low, high = (_highest(depth, self._shared, micro_batch) for depth in (self.low, self.high))
+        return {
+            place: (low[place], _between(low[place], high[place], self.ratio)) for place in low.keys() & high.keys()
+        }
 
     def course(self, micro_batch: MicroBatch) -> Iterator[Moment]:
         """Moments of the lower depth's step in their order, as they are in the whole model: for a picture.
 
         Each is lifted by what the highest one of its span holds more in the whole model, of each category.
         """
-        lifts: dict[Place, dict[str, float]] = {}
-        shared = self._shared
-        low, high = (_highest(depth, shared, micro_batch) for depth in (self.low, self.high))
-        for place in low.keys() & high.keys():
-            whole = _between(low[place], high[place], self.ratio)
-            lifts[place] = {name: size - low[place].get(name, 0.0) for name, size in whole.items()}
-        for span, places in _placed(self.low, shared):
-            lift: dict[str, float] = next((lifts[place] for place in places if place in lifts), {})
+        highest = self._highest(micro_batch)
+        for span, places in _placed(self.low, self._shared):
+            if not (phase := _phase(span.phase, micro_batch)):
+                continue
+            low, whole = next((highest[place] for place in places if place in highest), ({}, {}))
+            lifts = {name: size - low.get(name, 0.0) for name, size in whole.items()}
             for held in span.moments:
-                if phase := _phase(span.phase, micro_batch):
-                    found = by_category(held, micro_batch)
-                    names = found.keys() | lift.keys()
-                    yield Moment(phase, {name: found.get(name, 0.0) + lift.get(name, 0.0) for name in names})
+                found = by_category(held, micro_batch)
+                yield Moment(phase, {name: found.get(name, 0.0) + lifts.get(name, 0.0) for name in found | lifts})
 
     def trained(self) -> dict[tuple[int, ...], int]:
         """Shapes of the trained weights, whole, and how many there are of each."""
-        found = {}
-        for shape in self.low.trained.keys() | self.high.trained.keys():
-            few, many = (depth.trained.get(shape, 0) for depth in (self.low, self.high))
-            found[shape] = round(few + (many - few) * self.ratio)
-        return found
+        found = _between(self.low.trained, self.high.trained, self.ratio)
+        return {shape: round(count) for shape, count in found.items()}
 
     def on_host(self, *categories: str) -> float:
         """Bytes of weights, gradients and optimizer state in host memory, or of some of them alone."""
-        sizes = [
-            sum(size for (category, _), size in depth.on_host.items() if not categories or category in categories)
-            for depth in (self.low, self.high)
-        ]
-        return sizes[0] + (sizes[1] - sizes[0]) * self.ratio
+        held = _between(self.low.on_host, self.high.on_host, self.ratio)
+        return sum(size for (category, _), size in held.items() if not categories or category in categories)
 
     @cached_property
     def kernels(self) -> list[Kernel]:
@@ -261,11 +256,8 @@ def by_category(held: Held, micro_batch: MicroBatch) -> dict[str, float]:
     return found
 
 
-def _between(low: Mapping[str, float], high: Mapping[str, float], ratio: float) -> dict[str, float]:
-    return {
-        name: low.get(name, 0.0) + (high.get(name, 0.0) - low.get(name, 0.0)) * ratio
-        for name in low.keys() | high.keys()
-    }
+def _between(low: Mapping[Key, float], high: Mapping[Key, float], ratio: float) -> dict[Key, float]:
+    return {key: low.get(key, 0) + (high.get(key, 0) - low.get(key, 0)) * ratio for key in low.keys() | high.keys()}
 
 
 def record_of(depth: Depth) -> dict[str, Any]:

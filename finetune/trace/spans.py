@@ -5,11 +5,13 @@ layer's backward pass, the optimizer. In each, only the moments matter at which 
 some micro-batch; of 3,000 allocations in a step of three layers, some 200 are left.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 
 from finetune.trace.accounts import Account, Lives
 from finetune.trace.ledger import Block, Ledger
-from finetune.trace.powers import CONSTANT, DOCUMENTS, MicroBatch, Power
+from finetune.trace.powers import CONSTANT, MicroBatch, Power
 from finetune.trace.shallow import Held, Span
 
 SHOWN = 8
@@ -23,15 +25,11 @@ def spans_of(ledger: Ledger, account: Account, lives: Lives, traced: MicroBatch)
     """The spans of a ledger's last optimizer step."""
     first = account.start_of_last_step()
     segments = [segment for segment in ledger.segments if segment.start >= first]
-    ends = [*(segment.start for segment in segments[1:]), ledger.events + 1]
     found, moments = [], list(_moments(lives, first, traced))
-    place = 0
-    for segment, end in zip(segments, ends, strict=True):
-        begin = place
-        while place < len(moments) and moments[place][0] < end:
-            place += 1
-        if place > begin:
-            kept = _that_matter([held for _, held in moments[begin:place]], traced)
+    begins = [bisect_left(moments, segment.start, key=lambda moment: moment[0]) for segment in segments]
+    for segment, (begin, end) in zip(segments, pairwise([*begins, len(moments)]), strict=True):
+        if begin < end:
+            kept = _that_matter([held for _, held in moments[begin:end]], traced)
             found.append(Span(segment.phase, segment.micro_batch, segment.layer, tuple(kept)))
     return tuple(found)
 
@@ -47,17 +45,10 @@ def held_at(lives: Lives, event: int, traced: MicroBatch) -> Held:
 
 def _moments(lives: Lives, first: int, traced: MicroBatch) -> Iterator[tuple[int, Held]]:
     """What is held after each birth from an event on."""
-    held: Held = {}
-    changes: dict[int, tuple[Block, str, int]] = {}
-    for block, category in lives:
-        if block.born < first:
-            if block.died is None or block.died >= first:
-                _add(held, block, category, 1, traced)
-        else:
-            changes[block.born] = (block, category, 1)
-        if block.died is not None and block.died >= first:
-            changes[block.died] = (block, category, -1)
-    for event in sorted(changes):
+    held = held_at(lives, first - 1, traced)
+    changes = {block.born: (block, category, 1) for block, category in lives}
+    changes |= {block.died: (block, category, -1) for block, category in lives if block.died is not None}
+    for event in sorted(event for event in changes if event >= first):
         block, category, sign = changes[event]
         _add(held, block, category, sign, traced)
         if sign > 0:
@@ -67,16 +58,9 @@ def _moments(lives: Lives, first: int, traced: MicroBatch) -> Iterator[tuple[int
 def _add(held: Held, block: Block, category: str, sign: int, traced: MicroBatch) -> None:
     power, coefficient = traced.growth(block.shape, block.exact, is_of_weights=category in OF_WEIGHTS)
     if power == CONSTANT:
-        coefficient = block.bytes - block.padding
-    _change(held, (category, power), sign * coefficient)
-    if block.documents:
-        _change(held, (category, DOCUMENTS), sign * block.padding / block.documents)
-
-
-def _change(held: Held, key: tuple[str, Power], change: float) -> None:
-    held[key] = held.get(key, 0) + change
-    if not held[key]:
-        del held[key]
+        coefficient = block.bytes
+    if now := held.pop((category, power), 0) + sign * coefficient:
+        held[category, power] = now
 
 
 def totals(held: Held) -> dict[Power, float]:

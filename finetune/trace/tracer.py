@@ -229,17 +229,12 @@ def versions() -> dict[str, str]:
 @contextlib.contextmanager
 def _alone(folder: Path, what: Sequence[str]) -> Iterator[None]:
     """While no other process looks for the same; where there can be no lock, everybody traces."""
-    lock = FileLock(folder / f"lock-{key_of(list(what))[0]}")  # of sixteen: few files, and seldom another's
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            # of sixteen: few files, and seldom another's
+            stack.enter_context(FileLock(folder / f"lock-{key_of(list(what))[0]}"))
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _forget_old(folder: Path) -> None:

@@ -92,32 +92,19 @@ def _told(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
     """What an operation does that its shapes do not tell."""
     if name.startswith("aten::_scaled_dot_product"):
         return (any(each is True for each in args),)  # is_causal is its only flag that is ever set in training
-    if name == "bitsandbytes::gemm_4bit":
-        return tuple(args[2])
     if name.startswith(TRANSFERS):
         return (process_group_size(args),)
     return ()
 
 
 def _product(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    """The last two operands are multiplied."""
-    left, right = (each[0] for each in inputs[-2:])
-    return 2.0 * math.prod(left) * right[-1]
+    """Every element of the left operand meets as many as the result has columns: also in groups, and of fewer bits."""
+    return 2.0 * math.prod(inputs[0][0]) * outputs[0][0][-1]
 
 
-def _grouped(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    """Rows of the left operand, each with the matrix of its group; or both by groups of the inner dimension."""
-    left, right = inputs[0][0], inputs[1][0]
-    return 2.0 * math.prod(left) * right[-1]
-
-
-def _of_4_bits(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    rows, columns = told
-    return 2.0 * math.prod(inputs[0][0]) / columns * rows * columns
-
-
-def _of_8_bits(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    return 2.0 * math.prod(inputs[0][0]) * inputs[1][0][0]
+def _added_product(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
+    """To what the first operand holds."""
+    return _product(inputs[1:], outputs, told)
 
 
 def _attention(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
@@ -143,12 +130,12 @@ def _varlen_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> 
 
 _FLOPS: dict[str, tuple[str, Callable[[Shapes, Shapes, tuple[Any, ...]], float]]] = {
     "aten::mm": ("product", _product),
-    "aten::addmm": ("product", _product),
+    "aten::addmm": ("product", _added_product),
     "aten::bmm": ("product", _product),
-    "aten::baddbmm": ("product", _product),
-    "aten::_grouped_mm": ("product", _grouped),
-    "bitsandbytes::gemm_4bit": ("product", _of_4_bits),
-    "bitsandbytes::int8_scaled_mm": ("product", _of_8_bits),
+    "aten::baddbmm": ("product", _added_product),
+    "aten::_grouped_mm": ("product", _product),
+    "bitsandbytes::gemm_4bit": ("product", _product),
+    "bitsandbytes::int8_scaled_mm": ("product", _product),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ("attention", _attention),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("attention", _attention_backward),
     "torch_attn::_varlen_attn": ("attention", _varlen),

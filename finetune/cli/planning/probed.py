@@ -46,9 +46,8 @@ def compared(row: Row, question: Question, real: Probed) -> dict[str, Any]:
     None stands where nothing is known: of memory without a GPU, of the predicted speed of a card without a data sheet.
     """
     model, machines, setting = question.model, question.machines, probed_setting(row)
-    tokens, large = setting.row_tokens, machines.gpu.has_large_workspaces
-    memory = model.memory(setting, mean_document_tokens=tokens, large_workspaces=large)
-    time = model.time(setting, machines, mean_document_tokens=tokens)
+    memory = model.memory(setting, large_workspaces=machines.gpu.has_large_workspaces)
+    time = model.time(setting, machines, mean_document_tokens=setting.row_tokens)
     needed = None
     if real.peak_bytes is not None:
         needed = needed_bytes(StepMemory({"measured": real.peak_bytes}, {}, ()), setting)
