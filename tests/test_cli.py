@@ -13,7 +13,8 @@ import pytest
 import tiny
 
 from finetune.cli import commands
-from finetune.cli.health import gpu_state, host_state, hub_state
+from finetune.cli.health import gpu_state, host_state, hub_state, installed_libraries
+from finetune.cli.health.finding import Finding
 
 SAMPLE = Path(__file__).parent.parent / "recipes" / "configs" / "sample.yaml"
 
@@ -167,8 +168,8 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(
     words: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Standard output is a pipe, as to `head`, that nobody reads any more."""
-    for module in (gpu_state, host_state, hub_state):  # which take seconds
-        monkeypatch.setattr(module, "examine", lambda: iter(()))
+    for module in (gpu_state, host_state, hub_state, installed_libraries):  # which take seconds
+        monkeypatch.setattr(module, "examine", lambda: iter([Finding("Python", "ok", "Python 3")]))
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe, monkeypatch.context() as patch:  # closing flushes, as the interpreter's end does
