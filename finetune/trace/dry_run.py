@@ -171,8 +171,9 @@ def _trace(
         ledger.begin("backward")
         return summed
 
-    # the first step makes the optimizer's state: an engine's of one micro-batch, else of gradients that are zero
-    for is_last, micro_batches in ((False, 1 if engine else 0), (True, setting.accumulation)):
+    # the first step makes the optimizer's state, of gradients that are zero where a first use lays out nothing else
+    first = 0 if setting.placement.framework in ("plain", "replicated") else 1
+    for is_last, micro_batches in ((False, first), (True, setting.accumulation)):
         accelerator.gradient_accumulation_steps, accelerator.step = max(1, micro_batches), 0
         ledger.calls = Calls() if counts and is_last else None
         ledger.tell([*model.parameters(), *model.buffers()], "weights")  # again: the first use may lay shards out anew
