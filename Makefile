@@ -4,6 +4,7 @@
 # make prove  every point of the matrices; records in benchmarks/results what is proven, and of which sources, and
 #             measures the manual's tables of strategies and of resumed runs anew
 # make tables write the tables of README.md and docs/, and the plan, from the code and from recorded measurements
+# make notebooks  run the notebooks, and keep them with what they print and draw
 # Each sets up what it needs: a virtual environment at the versions of constraints.txt.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt
 
-.PHONY: demo lint check test prove tables ops model clean
+.PHONY: demo lint check test prove tables notebooks ops model clean
 
 demo: $(VENV)/.demo
 	@MODEL=$$(python -m finetune.cli.demo_model) && \
@@ -62,6 +63,9 @@ prove: $(VENV)/.test ops model
 
 tables: $(VENV)/.test
 	python -m benchmarks.tables
+
+notebooks: $(VENV)/.test ops model
+	python -m benchmarks.notebooks
 
 # DeepSpeed's C++ operations, built once and kept in the user's cache
 ops: $(VENV)/.test

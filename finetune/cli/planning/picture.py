@@ -2,9 +2,11 @@
 
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import InputError
 from finetune.planner.judged_rows import Row
+from finetune.planner.memory import StepMemory
 from finetune.units import GIB
 
 COLOURS = {
@@ -29,6 +31,24 @@ def problems(file: Path) -> list[str]:
     return []
 
 
+def draw_areas(axes: Any, memory: StepMemory) -> None:
+    """Stack what a step's memory is for over the step, in GiB, from the first allocation to the last.
+
+    Args:
+        axes: matplotlib's; the areas get labels for a legend.
+    """
+    course = memory.course
+    present = [part for part in COLOURS if any(parts.get(part) for _, parts in course)]
+    areas = [[parts.get(part, 0) / GIB for _, parts in course] for part in present]
+    names, colours = zip(*(COLOURS[part] for part in present))
+    axes.stackplot(range(len(course)), areas, labels=names, colors=colours, alpha=0.8, linewidth=0)
+    for phase, group in groupby(range(len(course)), key=lambda place: course[place][0]):
+        start = next(group)
+        axes.axvline(start, color="white", linewidth=1)
+        axes.annotate(phase, (start, 0.98), (3, 0), ("data", "axes fraction"), "offset points", va="top", fontsize=9)
+    axes.set(xlim=(0, len(course) - 1), xticks=[])
+
+
 def draw(row: Row, file: Path, *, title: str) -> None:
     """Write a picture of the step that a row predicts.
 
@@ -45,15 +65,7 @@ def draw(row: Row, file: Path, *, title: str) -> None:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    course = row.memory.course
-    present = [part for part in COLOURS if any(parts.get(part) for _, parts in course)]
-    areas = [[parts.get(part, 0) / GIB for _, parts in course] for part in present]
-    names, colours = zip(*(COLOURS[part] for part in present))
-    axes.stackplot(range(len(course)), areas, labels=names, colors=colours, alpha=0.8, linewidth=0)
-    for phase, group in groupby(range(len(course)), key=lambda place: course[place][0]):
-        start = next(group)
-        axes.axvline(start, color="white", linewidth=1)
-        axes.annotate(phase, (start, 0.98), (3, 0), ("data", "axes fraction"), "offset points", va="top", fontsize=9)
+    draw_areas(axes, row.memory)
     there = (row.gpu.there or 0) / GIB
     axes.axhline(there, color="black", linewidth=1)
     axes.annotate(f"GPU memory: {there:.1f} GiB", (0, there), (4, 3), textcoords="offset points", fontsize=9)
@@ -65,7 +77,7 @@ def draw(row: Row, file: Path, *, title: str) -> None:
         textcoords="offset points",
         fontsize=9,
     )
-    axes.set(xlim=(0, len(course) - 1), xticks=[], ylabel="GiB", title=title)
+    axes.set(ylabel="GiB", title=title)
     axes.set_ylim(0, 1.1 * max(there, row.memory.peak / GIB))
     axes.set_xlabel("one optimizer step, by allocation, middle layers merged into one (predicted)")
     figure.legend(reverse=True, loc="outside right upper")
