@@ -1,7 +1,7 @@
 """The library of the recipes. Its packages are rooms: each imports only from those before it.
 
 Small modules: ``errors``, ``seeds``, ``units``, ``start_up`` (signals before training), ``cache``, ``hub_access``,
-``shipped`` (files of an installed package). ``compat``: private names of other libraries.
+``shipped`` (files of an installed package), ``forked_workers``. ``compat``: private names of other libraries.
 ``config``: keys, YAML and flags, compatibility. ``hardware``: GPUs, interconnects, cores.
 ``data``: files to rows, rows to batches. ``scoring``: how answers are judged. ``models``: weights, adapters, attention.
 ``optim``: optimizers, schedule. ``distributed``: DDP, FSDP2 and ZeRO. ``training``: the step, the loss, evaluation.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import scenarios
 
+from finetune import forked_workers
 from finetune.errors import InputError, RunStopped
 from finetune.models.loading import config_from
 from finetune.planner.model import Model
@@ -171,10 +172,10 @@ def test_run_starts_without_a_plan_where_its_step_cannot_be_traced(
 
 
 def test_hanging_trace_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(forked_workers, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(serving, "_depth", lambda *_: __import__("time").sleep(60))
-    jobs = [[number, TINY, {}, 2, [7, 97]] for number in range(3)]
-    answers = list(serving.answers_to({"what": "steps", "jobs": jobs, "at_a_time": 2}))
+    with serving.workers() as forks:
+        answers = list(serving.answers_to({"what": "steps", "jobs": [[TINY, {}, {}]] * 3}, forks))
     assert sorted(each["number"] for each in answers) == [0, 1, 2]
     assert all("killed" in each["failed"] for each in answers)
 
@@ -216,3 +217,36 @@ def test_run_in_a_process_that_is_still_in_the_group_of_another_run_is_planned(
         config = scenarios.configuration(model_folder, conversations, tmp_path / strategy, train__steps=1)
         first, _ = group.run(_planned, config, strategy=strategy)
         assert first.startswith("plan: peak"), strategy
+
+
+def test_a_process_that_has_traced_other_steps_traces_as_a_new_one():
+    depths = [["zero3", "fsdp2", "zero2", "ddp", "zero3", "ddp"], ["ddp"], ["zero2"]]
+    found: list[dict[str, Any]] = []
+    for strategies in depths:
+        settings = [replace(LORA, strategy=each, world_size=2) for each in strategies]
+        jobs = [[TINY | {"num_hidden_layers": 2}, asdict(each), {"rows": 7, "row_tokens": 97}] for each in settings]
+        with forked_workers.Workers(serving._answer, 1, prepare=serving._forget) as forks:
+            found += forks.answers(jobs)
+    assert [each.pop("number") for each in found] == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert all(list(each) == ["depth"] for each in found)
+    assert found[4] == found[0]
+    assert found[5] == found[3] == found[6]
+    assert found[7] == found[2]
+
+
+def do(job: list[Any]) -> dict[str, Any]:
+    """A job that tells which process did it, or fails."""
+    return {"failed": "so"} if job == ["fail"] else {"by": os.getpid()}
+
+
+def test_a_worker_does_one_job_after_another_until_one_fails():
+    with forked_workers.Workers(do, 1) as forks:
+        answers = list(forks.answers([[1], [2], ["fail"], [3]]))
+        later = list(forks.answers([[4]]))
+    pids = [each.get("by") for each in answers]
+    assert pids[0] == pids[1] != pids[3]
+    assert later[0]["by"] == pids[3]
+    assert answers[2] == {"number": 2, "failed": "so"}
+    assert os.getpid() not in pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[3], 0)  # it ended with its context

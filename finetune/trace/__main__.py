@@ -11,12 +11,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     warnings.simplefilter("ignore")
-    from finetune.trace.serving import answers_to, import_the_rest
+    from finetune.trace.serving import answers_to, import_the_rest, workers
 
     import_the_rest()
-    for line in sys.stdin:
-        for answer in answers_to(json.loads(line), may_trace_here=True):
-            print(json.dumps(answer), file=answers, flush=True)
+    with workers() as forks:
+        for line in sys.stdin:
+            for answer in answers_to(json.loads(line), forks):
+                print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment_of_child({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+            # bitsandbytes would compile its kernels for the CPU, and import a compiler for a second to do so
+            env=environment_of_child({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
             text=True,
         )
 

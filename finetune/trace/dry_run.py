@@ -13,8 +13,9 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeStore, QuickFakeTensorMode, answer_replicas, without_modes
+from finetune.compat.fake_tensors import FakeStore, answer_replicas, without_modes
 from finetune.compat.peft_private import import_peft
+from finetune.compat.quick_operations import TracingMode
 from finetune.config.compatibility import refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
@@ -50,11 +51,11 @@ def stepped(
 ) -> Ledger:
     """The ledger of two optimizer steps of a model under a setting.
 
-    It changes the state of this process while it runs, and an engine keeps its process groups, so that a second one
-    cannot be traced: ``serving`` runs each in a process of its own. fp16 is traced as bf16, which has the same size.
-    Not in it: workspaces of cuBLAS and NCCL, fragmentation, the load; of 8-bit layers, the columns of outliers. Under
-    an engine, which steps within the last backward pass, weights are all that it makes beforehand: masters and buffers
-    too.
+    It changes the state of this process while it runs, and an engine keeps its process groups, which must be forgotten
+    before another one is traced: ``serving`` does so, in processes that do nothing else. fp16 is traced as bf16, which
+    has the same size. Not in it: workspaces of cuBLAS and NCCL, fragmentation, the load; of 8-bit layers, the columns
+    of outliers. Under an engine, which steps within the last backward pass, weights are all that it makes beforehand:
+    masters and buffers too.
 
     Args:
         rank: which of the setting's processes it is.
@@ -68,7 +69,7 @@ def stepped(
     """
     import_peft()  # not under the ledger: libraries make constants when they are imported
     refuse_if_any(problems(setting))
-    fakes = contextlib.nullcontext() if real else QuickFakeTensorMode(allow_non_fake_inputs=True)
+    fakes = contextlib.nullcontext() if real else TracingMode(allow_non_fake_inputs=True)
     ledger = Ledger(as_on_gpu)
     with contextlib.ExitStack() as stack:
         gc.disable()  # Python's own times for collecting would decide what a cycle of objects still holds

@@ -25,8 +25,8 @@ from finetune.compat.fake_tensors import (
     operation_name,
     reads_a_value,
     storage_key,
-    tree_leaves,
 )
+from finetune.compat.quick_operations import tensors_in
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.patches import storages_tell_their_size
 from finetune.trace.powers import CONSTANT, Power
@@ -140,14 +140,13 @@ class Ledger(DispatchMode):
             returned = func(*args, **(kwargs or {}))
         name = operation_name(func)
         copied = self.live.get(_key(args[0])) if name == "aten::_to_copy" else None
-        for tensor in tree_leaves(returned):
-            is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-            if is_plain and tensor.device.type != "meta":  # which holds no memory
+        for tensor in tensors_in(returned):
+            if not isinstance(tensor, DTensor) and tensor.device.type != "meta":  # which holds no memory
                 block = self._meet(tensor, name)
                 block.is_weight_copy |= copied is not None and copied is not block and copied.category == "weights"
         if not name.startswith(COMPUTES):
-            for tensor in tree_leaves((args, kwargs, returned)):
-                if isinstance(tensor, torch.Tensor) and (known := self.live.get(_key(tensor))):
+            for tensor in tensors_in((args, kwargs, returned)):
+                if known := self.live.get(_key(tensor)):
                     known.travels = True
         if self.calls is not None and self.times is not None:
             phase = "backward" if makes_gradients() else self.phase

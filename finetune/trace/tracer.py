@@ -21,7 +21,6 @@ from filelock import FileLock
 
 from finetune.cache import cache_folder, key_of
 from finetune.errors import InputError, RunStopped
-from finetune.hardware import cores
 from finetune.trace.asking import Child, can_fork, take_child
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import placement_of, traced_as
@@ -180,14 +179,14 @@ class Tracer:
 
     def _depths(self, key: Setting) -> tuple[int, int]:
         place = key.placement
-        return self.anatomy.depths(2 if place.framework in ("plain", "replicated") else 2 + place.reach)
+        return self.anatomy.depths(2 + place.reach if place.communicates_each_micro_batch else 2)
 
     def _traced(self, places: Sequence[tuple[Setting, int]]) -> list[Any]:
         jobs = []
-        for number, (key, layers) in enumerate(places):
+        for key, layers in places:
             config, micro_batch = self.anatomy.shortened(self.model_config, layers), self.micro_batch(key)
-            jobs.append([number, config, asdict(key), layers, asdict(micro_batch)])
-        return self._ask({"what": "steps", "jobs": jobs, "at_a_time": cores.usable()}, len(jobs))
+            jobs.append([config, asdict(key), asdict(micro_batch)])
+        return self._ask({"what": "steps", "jobs": jobs}, len(jobs))
 
     def _ask(self, question: Mapping[str, Any], answers: int) -> list[Any]:
         """So many answers to a question."""
@@ -200,11 +199,13 @@ class Tracer:
 
     def _answers(self, question: Mapping[str, Any], answers: int) -> Iterator[Any]:
         if can_fork():
-            from finetune.trace.serving import answers_to
+            from finetune.trace.serving import answers_to, workers
 
-            return answers_to(question)
+            with workers() as forks:
+                yield from answers_to(question, forks)
+            return
         self._child = self._child or take_child()
-        return self._child.answers(question, answers)
+        yield from self._child.answers(question, answers)
 
     def _key(self, key: Setting, layers: int) -> str:
         return key_of([asdict(key), layers, self._recognised[1], versions(), asdict(self.micro_batch(key))])

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from finetune.compat.fake_tensors import is_view, process_group_size, tree_leaves, written_arguments
+from finetune.compat.fake_tensors import is_view, process_group_size, written_arguments
+from finetune.compat.quick_operations import tensors_in
 from finetune.trace.powers import CONSTANT, MicroBatch, Power, added, multiplied
 from finetune.trace.shallow import Kernel, Sent
 
@@ -70,11 +71,7 @@ class Calls:
 
 
 def _shapes(values: Any) -> Shapes:
-    return tuple(
-        (tuple(each.shape), each.element_size(), each.dtype.is_floating_point)
-        for each in tree_leaves(values)
-        if hasattr(each, "untyped_storage")
-    )
+    return tuple((tuple(each.shape), each.element_size(), each.dtype.is_floating_point) for each in tensors_in(values))
 
 
 def _bytes(tensor: tuple[tuple[int, ...], int, bool]) -> int:
