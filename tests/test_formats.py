@@ -399,6 +399,11 @@ KEYS = ["messages", "conversations", "tools", "functions", "system", "prompt", "
 ALPACA_KEYS = ["instruction", "input", "output", "history"]
 
 
+def test_of_many_keys_twelve_are_named_and_the_others_counted():
+    with pytest.raises(BadRow, match=r"has the keys '0', .*, '11' and 3 more$"):
+        convert({str(number): 1 for number in range(15)}, "text")
+
+
 @pytest.mark.slow
 @given(
     row=JSON
