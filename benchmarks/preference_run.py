@@ -2,8 +2,9 @@
 
   python -m benchmarks.preference_run --pairs pairs.jsonl
 
-trains an adapter on three fifths of the pairs, once through, and writes to benchmarks/results/preference_run.json the
-accuracy on the others, how likely guesses would be as good, and what the run cost. Further flags go to the recipe.
+trains an adapter in fp32 on three fifths of the pairs, once through, and writes to
+benchmarks/results/preference_run.json the accuracy on the others, how likely guesses would be as good, and what the
+run cost. Further flags go to the recipe.
 """
 
 import argparse
@@ -57,6 +58,7 @@ def measured(pairs: Path, model: str, extra: list[str]) -> dict[str, Any]:
         named = [text for key, value in FLAGS.items() for text in (f"--{key}", value)]
         own = ["--model.path", model, "--data.train", str(pairs), "--train.output_dir", folder]
         cfg = parse(dpo.Config, [*own, *named, *extra, "--train.overwrite", "true"])
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # on every machine, whatever its CPU computes in
         began = time.perf_counter()
         dpo.main(cfg)
         seconds = time.perf_counter() - began

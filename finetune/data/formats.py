@@ -244,7 +244,8 @@ def _unknown(value: dict[str, Any]) -> str:
 
 def _seen(value: dict[str, Any]) -> str:
     names = [repr(key)[:40] + (" (null)" if item is None else "") for key, item in value.items()]
-    return f"the keys {', '.join(names[:12])}{f' and {len(names) - 12} more' * (len(names) > 12)}" if names else "no keys"
+    further = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"the keys {', '.join(names[:12])}{further}" if names else "no keys"
 
 
 def _require(value: dict[str, Any], format: str, keys: Iterable[str]) -> None:
