@@ -74,7 +74,7 @@ class Workers:
         waiting = deque(enumerate(jobs))
         while waiting or self._busy:
             while waiting and len(self._busy) < self._most:
-                worker = self._idle.pop() if self._idle else Worker(self._work)
+                worker = self._free()
                 place, job = waiting.popleft()
                 worker.pipe.send_bytes(json.dumps(job).encode())
                 self._busy[worker.pipe] = place, worker
@@ -91,6 +91,15 @@ class Workers:
                 else:
                     self._idle.append(worker)
                 yield {"number": place} | answer
+
+    def _free(self) -> Worker:
+        """One that waits for a job. An idle one that says something was killed, and its pipe is at its end."""
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.pipe.poll():
+                return worker
+            worker.end()
+        return Worker(self._work)
 
     def _work(self, pipe: connection.Connection) -> None:
         while True:

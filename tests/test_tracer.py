@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -250,3 +251,12 @@ def test_a_worker_does_one_job_after_another_until_one_fails():
     assert os.getpid() not in pids
     with pytest.raises(ProcessLookupError):
         os.kill(pids[3], 0)  # it ended with its context
+
+
+def test_a_worker_that_is_killed_between_its_jobs_is_replaced():
+    with forked_workers.Workers(do, 1) as forks:
+        (first,) = forks.answers([[1]])
+        os.kill(first["by"], signal.SIGKILL)
+        os.waitid(os.P_PID, first["by"], os.WEXITED | os.WNOWAIT)
+        (second,) = forks.answers([[2]])
+    assert second["by"] not in (first["by"], os.getpid())
