@@ -18,11 +18,12 @@ from typing import Any
 from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.planner.model import Model
 from finetune.trace.layers import Anatomy
+from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth, Held, Kernel, Sent, Span, Step
-from finetune.trace.tracer import key_setting
+from finetune.trace.tracer import key_settings
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 TOKEN: Power = (1, 1, 0)
@@ -65,13 +66,15 @@ class ArithmeticTracer:
         return self.llama.anatomy
 
     def prepare(self, settings: Sequence[Setting]) -> None:
-        new = [key for key in dict.fromkeys(map(key_setting, settings)) if key not in self._steps]
+        keys = (key for setting in settings for key in key_settings(setting, self.llama.layers))
+        new = [key for key in dict.fromkeys(keys) if key not in self._steps]
         self._steps |= {key: step_of(self.llama, key) for key in new}
         self.rounds += [new] if new else []
 
     def step(self, setting: Setting) -> Step:
         self.prepare([setting])
-        return self._steps[key_setting(setting)]
+        steps = [self._steps[key] for key in key_settings(setting, self.llama.layers)]
+        return steps[0] if len(steps) == 1 else partly_recomputed(*steps, layers=setting.recomputed_layers or 0)
 
 
 @dataclass(frozen=True)

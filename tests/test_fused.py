@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from finetune.compat import liger_private as liger
@@ -71,7 +72,7 @@ def step(model: PreTrainedModel) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_transformers_modules(family: str) -> None:
     plain, model = model_of(family), model_of(family)
-    fused.fuse(model, recomputes=False)
+    fused.fuse(model)
 
     assert fused.known_in(plain) == FAMILIES[family]
     loss, gradients = step(model)
@@ -85,7 +86,7 @@ def test_loss_and_gradients_are_those_of_transformers_modules(family: str) -> No
 def test_in_bf16_the_loss_is_the_same_and_gradients_are_no_further_from_those_in_fp32(family: str) -> None:
     plain, model, whole = model_of(family, torch.bfloat16), model_of(family, torch.bfloat16), model_of(family)
     whole.load_state_dict(model.state_dict())
-    fused.fuse(model, recomputes=False)
+    fused.fuse(model)
 
     loss, gradients = step(model)
     plain_loss, of_plain = step(plain)
@@ -107,7 +108,7 @@ def test_an_adapter_learns_the_same(targets: Any) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(4))
-    fused.fuse(models[0], recomputes=False)
+    fused.fuse(models[0])
 
     (loss, gradients), (expected_loss, expected) = map(step, models)
     assert loss == expected_loss
@@ -134,7 +135,7 @@ def test_a_norm_keeps_its_input_and_a_number_for_each_row() -> None:
     norm = LlamaRMSNorm(64).bfloat16()
     x = torch.randn(3, 50, 64, dtype=torch.bfloat16, requires_grad=True)
     plain = kept_bytes(lambda: norm(x), x, norm.weight)
-    fused.fuse(norm, recomputes=False)
+    fused.fuse(norm)
 
     assert kept_bytes(lambda: norm(x), x, norm.weight) == 150 * 4
     assert plain > 6 * 150 * 64
@@ -147,7 +148,9 @@ def test_a_gated_mlp_keeps_both_projections_and_not_their_product(recomputes: bo
     x = torch.randn(3, 50, 32, requires_grad=True)
     weights = [each.weight for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     plain = kept_bytes(lambda: mlp(x), x, *weights)
-    fused.fuse(mlp, recomputes=recomputes)
+    inside = GradientCheckpointingLayer()
+    inside.mlp, inside.gradient_checkpointing = mlp, recomputes
+    fused.fuse(inside)
 
     def compute() -> torch.Tensor:
         result: torch.Tensor = mlp(x)
@@ -162,7 +165,7 @@ def test_a_gated_mlp_keeps_both_projections_and_not_their_product(recomputes: bo
 def test_a_second_backward_pass_is_refused_and_not_wrong() -> None:
     """The projections' gradients stand in their places after the first."""
     mlp = LlamaMLP(AutoConfig.for_model("llama", **SMALL))
-    fused.fuse(mlp, recomputes=False)
+    fused.fuse(mlp)
     loss = mlp(torch.randn(3, 32, requires_grad=True)).sum()
     loss.backward(retain_graph=True)
 
@@ -226,7 +229,7 @@ def made(kind: Any) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_module_that_computes_something_else_stays_as_it_is(kind: Any) -> None:
     module = made(kind)
-    fused.fuse(module, recomputes=False)
+    fused.fuse(module)
 
     assert "forward" not in vars(module)
     assert fused.known_in(module) == {}
@@ -241,7 +244,7 @@ def test_of_two_modules_of_a_class_one_has_a_limit() -> None:
 def test_asking_draws_no_random_numbers_and_leaves_modules_in_their_mode() -> None:
     module = torch.nn.ModuleList([made(_DropsInTraining), made(_DropsInTraining).train(), made(LlamaRMSNorm)])
     modes, state = [each.training for each in module.modules()], torch.get_rng_state()
-    fused.fuse(module, recomputes=False)
+    fused.fuse(module)
 
     assert [each.training for each in module.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
@@ -249,7 +252,7 @@ def test_asking_draws_no_random_numbers_and_leaves_modules_in_their_mode() -> No
 
 def test_a_copy_of_a_fused_module_computes_with_its_own_weights() -> None:
     norm = LlamaRMSNorm(8)
-    fused.fuse(norm, recomputes=False)
+    fused.fuse(norm)
     other = copy.deepcopy(norm)
     other.weight.data.mul_(2)
     x = torch.randn(3, 8)
@@ -274,7 +277,7 @@ def test_on_a_gpu_gradients_in_bf16_are_no_further_from_those_in_fp32(family: st
     """By Liger's kernels where they are installed, else by PyTorch's."""
     plain, model, whole = (model_of(family, each) for each in (torch.bfloat16, torch.bfloat16, torch.float32))
     whole.load_state_dict(model.state_dict())
-    fused.fuse(model, recomputes=False)
+    fused.fuse(model)
     (_, gradients), (_, of_plain), (_, exact) = (step(each.cuda()) for each in (model, plain, whole))
     distances = [
         float(sum((found[name].float() - each).norm() ** 2 for name, each in exact.items())) ** 0.5

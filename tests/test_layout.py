@@ -222,8 +222,8 @@ def test_private_names_of_other_libraries_are_used_in_compat_only():
     assert used >= {"torch_private", "fake_tensors", "transformers_private", "accelerate_private", "deepspeed_private"}
 
 
-BUILDS_ON = {"quick_operations": "finetune.compat.fake_tensors"}
-"""The one compat module that imports another: both are of PyTorch."""
+BUILDS_ON = {"quick_operations": "finetune.compat.fake_tensors", "fake_tensors": "finetune.compat.torch_private"}
+"""The compat modules that import another: all are of PyTorch."""
 
 
 def test_compat_says_of_each_library_in_which_version_it_was_read():

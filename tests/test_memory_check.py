@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import InputError
-from finetune.models import loading
+from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import state_bytes
-from finetune.run import session
+from finetune.run import model_setup, session
 from finetune.training import loss, memory_check
 from recipes import sft
 
@@ -86,13 +86,12 @@ def test_pass_is_made_as_in_training(
     weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     modes: list[bool] = []
-    original = loading.recompute_activations
 
-    def watched(model: torch.nn.Module) -> None:
-        original(model)
+    def watched(model: Any, layers: int | None) -> None:
+        recompute_activations(model, layers)
         model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
 
-    monkeypatch.setattr(loading, "recompute_activations", watched)
+    monkeypatch.setattr(model_setup, "recompute_activations", watched)
     changes = {"train__activation_checkpointing": "full", "train__steps": 2}
     sft.main(scenarios.configuration(weights_folder, conversations, tmp_path / "run", **changes))
     assert len(modes) > 2

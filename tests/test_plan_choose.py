@@ -43,7 +43,7 @@ def row_of(asked: Question, setting: Setting, size: float) -> Row:
     """A row that needs so many bytes of a GPU, and is as fast as it is."""
     return Row(
         setting=setting,
-        memory=StepMemory(dict.fromkeys(PARTS, 0) | {"activations": int(size)}, {}, ()),
+        memory=StepMemory(dict.fromkeys(PARTS, 0) | {"activations": int(size)}, {}),
         gpu=Need("GPU memory", int(size), int(asked.machines.gpu.memory_gib * GIB)),
         host=Need("host memory", GIB, asked.host_bytes),
         disk=Need("disk", GIB, asked.disk_bytes),
@@ -165,7 +165,7 @@ def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth
 
 
 def test_the_fastest_way_is_counted_among_slower_ones_only_and_a_faster_offloaded_one_is_named():
-    asked = question("1x24GB", batch=16, model=LLAMA_8B)
+    asked = question("1x24GB", batch=256, model=arithmetic("llama-2-13b"))
     answer = plan(asked)
     assert answer.best is not None
     best, reason = answer.best, " ".join(reasons(answer))
@@ -194,6 +194,21 @@ def test_all_rows_of_an_answer_are_traced_together_and_what_recomputes_only_wher
     candidates(large)
     assert len(large.model.tracer.rounds) == 2
     assert all(each.activation_checkpointing for each in large.model.tracer.rounds[1])
+
+
+def test_no_more_layers_are_recomputed_than_the_gpu_needs():
+    """Where neither all activations fit nor all have to be recomputed, it is as few layers as fit, and faster."""
+    asked = question("1x24GB", batch=16, model=LLAMA_8B)
+    (row,) = [row for row in candidates(asked)[0] if row.setting.method == METHODS["qlora"] and not row.offloads]
+    layers = row.setting.recomputed_layers
+    assert row.verdict == "fits"
+    assert layers is not None
+    assert 1 < layers < LLAMA_8B.anatomy.layers
+    one_less = judged(asked, replace(row.setting, recomputed_layers=layers - 1))
+    full = judged(asked, replace(row.setting, recomputed_layers=None))
+    assert one_less.verdict != "fits"
+    assert full.memory.peak < row.memory.peak < one_less.memory.peak
+    assert row.time.tokens_per_second > 1.1 * full.time.tokens_per_second
 
 
 @pytest.mark.parametrize("forgets", ["bisection", "verdict"])
@@ -292,7 +307,7 @@ def test_command_starts_the_run_that_was_planned(gpus: str):
         assert launcher.get("--mixed_precision", "bf16") == precision
         config = parse(Config, words[place + 1 :])
         assert config.train.micro_batch_size == row.setting.micro_batch_size
-        assert (config.train.activation_checkpointing == "full") == row.setting.activation_checkpointing
+        assert str(config.train.activation_checkpointing) == row.setting.recomputes
         assert config.adapter.type == row.setting.adapter
         assert config.quantization.bits == (row.setting.bits or "none")
         assert (config.train.weights, config.train.optimizer) == (row.setting.weights, row.setting.optimizer)

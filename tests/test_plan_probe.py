@@ -30,7 +30,7 @@ class MadeUp:
     """In the place of ``planner.Model``: 10 GiB and 1 MiB for each token; a second for each micro-batch."""
 
     def memory(self, setting: Setting, *, large_workspaces: bool) -> StepMemory:
-        return StepMemory({"weights": 10 * GIB, "activations": 2**20 * setting.tokens}, {}, ())
+        return StepMemory({"weights": 10 * GIB, "activations": 2**20 * setting.tokens}, {})
 
     def time(self, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:
         parts = Parts(float(setting.accumulation), 0, 0, 0, 0, 0, 0)

@@ -212,6 +212,9 @@ def test_configuration_decides_what_it_says_and_leaves_open_what_it_does_not(
     kinds = {(row["micro_batch_size"], row["activation_checkpointing"], row["method"]) for row in fixed["rows"]}
     assert kinds == {(2, True, "LoRA")}
     assert "--adapter.type lora" in fixed["command"]
+    some = answer(capsys, *config, "--train.micro_batch_size", "2", "--train.activation_checkpointing=3")
+    assert {row["recomputed_layers"] for row in some["rows"]} == {3}
+    assert "--train.activation_checkpointing 3" in some["command"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -14,8 +14,8 @@ import yaml
 
 from finetune.cli import commands
 from finetune.errors import InputError
-from finetune.models import loading
-from finetune.run import session
+from finetune.models.recomputation import recompute_activations
+from finetune.run import model_setup, session
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer
 from recipes import sft
@@ -131,11 +131,11 @@ def train_with_sizes(config: Any) -> tuple[int, int]:
 
     def unlike(*args: Any) -> Any:
         planned = plan_of(*args)
-        return replace(planned, sizes=replace(planned.sizes, recomputes=rank == 1))
+        return replace(planned, sizes=replace(planned.sizes, recomputed_layers=None if rank == 1 else 0))
 
     with (
         mock.patch.object(session, "plan_of", unlike),
-        mock.patch.object(loading, "recompute_activations", wraps=loading.recompute_activations) as recompute,
+        mock.patch.object(model_setup, "recompute_activations", wraps=recompute_activations) as recompute,
     ):
         sft.main(config)
     return int(os.environ["WORLD_SIZE"]), recompute.call_count

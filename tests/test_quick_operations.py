@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.compat import quick_operations
-from finetune.compat.fake_tensors import storage_key
 from finetune.compat.quick_operations import TracingMode, tensors_in
+from finetune.compat.torch_private import storage_key
 
 aten = torch.ops.aten
 DEVICE = torch.device("cpu")

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves
+
+from finetune.compat.torch_private import storage_key, without_modes
 
 Change = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and what to put in its place."""
@@ -34,9 +35,7 @@ __all__ = [
     "operation_name",
     "process_group_size",
     "reads_a_value",
-    "storage_key",
     "tree_leaves",
-    "without_modes",
     "written_arguments",
 ]
 
@@ -146,11 +145,6 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that tells living storages apart, fake ones too. Goes when fake storages have a ``data_ptr``."""
-    return int(storage._cdata)
 
 
 def operation_name(function: Any) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 GROWTH_TRACKER = "_growth_tracker"
 """Key of the good steps since the scale changed, in ``GradScaler.state_dict``. Goes with a public getter and setter."""
@@ -11,10 +12,18 @@ GROWTH_TRACKER = "_growth_tracker"
 SHARD = "_sharded_param_data"
 """Name of the attribute of FSDP2's parameters from which they are gathered."""
 
+without_modes = _disable_current_modes
+"""Within it tensors are real, whatever mode is active. Goes with a public name."""
+
 
 def cpu_computes_bf16() -> bool:
     """Whether this CPU multiplies in bf16. Goes when ``torch.cpu`` answers it without an underscore."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that tells living storages apart, fake ones too. Goes when fake storages have a ``data_ptr``."""
+    return int(storage._cdata)
 
 
 def offload_policies(model: torch.nn.Module) -> list[Any]:

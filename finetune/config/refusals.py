@@ -174,6 +174,21 @@ def packing_problems(capability: tuple[int, int] | None) -> list[str]:
     ]
 
 
+def recomputation_problems(layers: int | None, there: int) -> list[str]:
+    """Why so many layers cannot be recomputed.
+
+    Args:
+        layers: None for all.
+        there: layers of the model.
+    """
+    if layers is None or layers <= there:
+        return []
+    return [
+        f"train.activation_checkpointing is {layers}, but the model has {there} layers; set it to full, or to a "
+        "smaller number."
+    ]
+
+
 def planner_problems(attention: str) -> list[str]:
     """Attention that the planner does not count.
 

@@ -206,10 +206,10 @@ class Train(Section):
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision. bf16:
     weights, gradients and optimizer state in bf16, for half the memory. AdamW then rounds its updates stochastically,
     because rounding to nearest would lose most small updates."""
-    activation_checkpointing: Literal["auto", "none", "full"] = "auto"
-    """full: recompute each layer in the backward pass, which saves memory and adds about a third more computation.
-    auto: none if the planner predicts that the run then leaves a tenth of the GPU's memory free, else full; none on a
-    CPU."""
+    activation_checkpointing: Literal["auto", "none", "full"] | PositiveInt = "auto"
+    """full: recompute each layer in the backward pass, which saves memory and adds about a third more computation. A
+    number: recompute so many layers, the first ones. auto: the planner recomputes as few as leave a tenth of the GPU's
+    memory free; none on a CPU."""
     plan_check: Literal["on", "off"] = "on"
     """on: refuse a run whose predicted peak exceeds the GPU's memory before anything is loaded, and name the nearest
     configuration that fits. off: try it anyway."""
@@ -224,7 +224,14 @@ class Train(Section):
     @property
     def recomputes(self) -> bool:
         """Whether activations are computed again in the backward pass; not while the planner has not chosen."""
-        return self.activation_checkpointing == "full"
+        return self.activation_checkpointing not in ("auto", "none")
+
+    @property
+    def recomputed_layers(self) -> int | None:
+        """How many layers are computed again in the backward pass, the first ones; None for all."""
+        if isinstance(self.activation_checkpointing, int):
+            return self.activation_checkpointing
+        return None if self.recomputes else 0
 
 
 class Checkpoint(Section):

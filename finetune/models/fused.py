@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from finetune.compat import liger_private as liger
-from finetune.compat.fake_tensors import storage_key, without_modes
+from finetune.compat.torch_private import storage_key, without_modes
+from finetune.models.recomputation import recomputed_parts
 
 AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 """Bytes of a tensor in fp32 that is computed with at a time. On a CPU a norm's stay in its caches: 2.7 ms forward and
@@ -197,15 +198,15 @@ class _Gated(torch.autograd.Function):
         return gate, up, None
 
 
-def fuse(model: torch.nn.Module, *, recomputes: bool) -> None:
+def fuse(model: torch.nn.Module) -> None:
     """Have each RMSNorm and gated MLP that is known by its numbers compute in one operation.
 
-    Args:
-        recomputes: whether whole layers are recomputed in the backward pass. Otherwise the product of a gated MLP is;
-            keeping it would take a fifth of what a layer keeps.
+    In layers that are not recomputed as a whole, the product of a gated MLP is computed again in the backward pass:
+    keeping it would take a fifth of what a layer keeps. Choose before which layers are recomputed.
     """
+    recomputed = recomputed_parts(model)
     for module in model.modules():
-        if forward := _norm_of(module) or _mlp_of(module, again=not recomputes):
+        if forward := _norm_of(module) or _mlp_of(module, again=module not in recomputed):
             module.forward = types.MethodType(forward, module)
 
 

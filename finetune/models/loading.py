@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -229,13 +228,6 @@ def attention_problems(config: PreTrainedConfig, attention: str, trust_remote_co
             "is missing."
         ]
     return []
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep the input of each layer only, and compute the rest again in the backward pass."""
-    with warnings.catch_warnings():  # transformers has renamed it in 5.20; under the old name it is there until 6
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def load_model(

@@ -7,12 +7,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from finetune.config.compatibility import bf16_weights_problems, reference_problems, refusal
+from finetune.config.refusals import recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
-from finetune.planner.judged_rows import Row, judged
+from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
 from finetune.trace.placement import placement_of, world_sizes_problem
@@ -81,6 +83,7 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
+        or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
     )
 
 
@@ -177,14 +180,29 @@ def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[S
             fitting = bisect_left(settings, True, key=lambda setting: row(setting).verdict != "fits")
             speeds |= {setting: possible[setting] for setting in settings[:fitting]}
         most = max(possible.values())
+    if len(question.checkpointing) > 1:
+        recomputing = [setting for setting in speeds if setting.activation_checkpointing]
+        partly = [each for each in map(partial(_partly, question), recomputing) if row(each).verdict == "fits"]
+        speeds |= {setting: row(setting).time.tokens_per_second for setting in partly}
     if speeds:
         enough = (1 - SAME_SETTING_SPEED) * max(speeds.values())
         near = (setting for setting in speeds if speeds[setting] >= enough)
-        return row(min(near, key=lambda setting: (setting.activation_checkpointing, setting.micro_batch_size)))
+        return row(min(near, key=_simplicity))
     tight = [each for each in rows.values() if each.verdict == "tight"]
     if tight:
         return max(tight, key=lambda each: each.time.tokens_per_second)
     return min(rows.values(), key=lambda each: each.worst.share or 0.0)
+
+
+def _partly(question: Question, setting: Setting) -> Setting:
+    """With as few recomputed layers as fit the GPU, of a setting that recomputes all."""
+    fewer = [replace(setting, recomputed_layers=number) for number in range(1, question.model.anatomy.layers)]
+    place = bisect_left(fewer, True, key=lambda each: gpu_need(question, each).verdict == "fits")
+    return [*fewer, setting][place]
+
+
+def _simplicity(setting: Setting) -> tuple[bool, int]:
+    return setting.activation_checkpointing, setting.micro_batch_size
 
 
 def _tokens_per_second(question: Question, setting: Setting) -> float:

@@ -13,7 +13,7 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
     "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
     "activation_checkpointing": (
         "train.activation_checkpointing",
-        lambda setting: "full" if setting.activation_checkpointing else "none",
+        lambda setting: setting.recomputes,
     ),
     "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
     "weights": ("train.weights", lambda setting: setting.weights),
@@ -42,7 +42,11 @@ def with_cached_reference(setting: Setting) -> list[Setting]:
 
 
 def with_checkpointing(setting: Setting) -> list[Setting]:
-    return [] if setting.activation_checkpointing else [replace(setting, activation_checkpointing=True)]
+    return (
+        []
+        if setting.recomputes == "full"
+        else [replace(setting, activation_checkpointing=True, recomputed_layers=None)]
+    )
 
 
 def with_8_bit_state(setting: Setting) -> list[Setting]:

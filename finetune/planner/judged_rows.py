@@ -76,6 +76,17 @@ class Row:
         return self.worst.verdict
 
 
+def gpu_need(question: Question, setting: Setting, memory: StepMemory | None = None) -> Need:
+    """What a way to train needs of each GPU.
+
+    Args:
+        memory: of its step, if it is known.
+    """
+    gpu = question.machines.gpu
+    memory = memory or question.model.memory(setting, large_workspaces=gpu.has_large_workspaces)
+    return Need("GPU memory", needed_bytes(memory, setting), int(gpu.memory_gib * GIB))
+
+
 def judged(question: Question, setting: Setting) -> Row:
     """Predict one way to train."""
     model, machines = question.model, question.machines
@@ -84,7 +95,7 @@ def judged(question: Question, setting: Setting) -> Row:
     return Row(
         setting=setting,
         memory=memory,
-        gpu=Need("GPU memory", needed_bytes(memory, setting), int(machines.gpu.memory_gib * GIB)),
+        gpu=gpu_need(question, setting, memory),
         host=Need("host memory", host, question.host_bytes),
         disk=Need("disk", model.checkpoint_bytes(setting), question.disk_bytes),
         time=model.time(setting, machines, mean_document_tokens=question.attended(setting)),

@@ -6,8 +6,9 @@ the model's sizes. What PyTorch's allocator counts as allocated (``torch.cuda.ma
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.trace.layers import Anatomy
@@ -50,12 +51,17 @@ class StepMemory:
     """By ``PARTS``."""
     phases: dict[str, int]
     """Peak of forward, loss, backward and step."""
-    course: tuple[tuple[str, dict[str, int]], ...]
-    """Phase and bytes by ``PARTS`` over the step, for a picture."""
+    moments: Callable[[], Iterable[tuple[str, dict[str, float]]]] = field(default=tuple, compare=False, repr=False)
+    """Over the step, in their order."""
 
     @property
     def peak(self) -> int:
         return sum(self.parts.values())
+
+    @cached_property
+    def course(self) -> tuple[tuple[str, dict[str, int]], ...]:
+        """Phase and bytes by ``PARTS`` over the step, for a picture."""
+        return tuple((phase, {name: round(size) for name, size in parts.items()}) for phase, parts in self.moments())
 
 
 def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) -> StepMemory:
@@ -79,10 +85,7 @@ def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) 
     return StepMemory(
         parts={name: round(highest.get(name, 0.0)) for name in PARTS},
         phases={phase: round(size) for phase, size in phases.items()},
-        course=tuple(
-            (each.phase, {name: round(size) for name, size in _parts(each, place, beside).items()})
-            for each in step.course(micro_batch)
-        ),
+        moments=lambda: ((each.phase, _parts(each, place, beside)) for each in step.course(micro_batch)),
     )
 
 

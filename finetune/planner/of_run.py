@@ -33,8 +33,8 @@ class RunPlan:
 
     def describe(self) -> list[str]:
         """Three lines for the run's output, of about a hundred columns."""
-        rows, kept = self.setting.micro_batch_size, "recomputed" if self.setting.activation_checkpointing else "kept"
-        micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, activations {kept}"
+        rows, kept = self.setting.micro_batch_size, self.setting.activations
+        micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, {kept}"
         checkpoint = f"checkpoint {size_text(self.checkpoint_bytes)}"
         if self.question is None or self.row is None:
             return [

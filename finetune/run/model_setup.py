@@ -10,6 +10,7 @@ from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import continued_adapter, fused, loading, lora_forward
+from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
 from finetune.training.loss import take_losses
@@ -58,9 +59,9 @@ def load_model(
         if adapter.from_:
             continued_adapter.load_values(model, adapter)
     if train.recomputes:
-        loading.recompute_activations(model)
+        recompute_activations(model, train.recomputed_layers)
     if spec.section.kernels == "auto":
-        fused.fuse(model, recomputes=train.recomputes)
+        fused.fuse(model)
         if adapted:
             lora_forward.write_once(model)
     take_losses(model)

@@ -29,7 +29,7 @@ from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import continued_adapter, loading, packing_support, quantization, weights
+from finetune.models import continued_adapter, loading, packing_support, quantization, recomputation, weights
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
 from finetune.run import trackers
@@ -77,6 +77,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
     )
     skeleton = spec.skeleton
+    refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec)
     if cfg.adapter.type != "none":

@@ -21,8 +21,8 @@ class Sizes:
     """Decided once, and the same on all processes: see ``agreed``."""
 
     micro_batch_size: int
-    recomputes: bool
-    """Activations are computed again in the backward pass."""
+    recomputed_layers: int | None
+    """How many layers are computed again in the backward pass, the first ones; None for all."""
     flat: bool
     """The rows of a micro-batch lie end to end, without padding."""
 
@@ -42,13 +42,14 @@ class Sizes:
                 "The processes have different GPUs, for which the planner chose different micro-batches; set "
                 "train.micro_batch_size to a number."
             )
-        return replace(self, recomputes=any(each.recomputes for each in everyone))
+        layers = [each.recomputed_layers for each in everyone]
+        return replace(self, recomputed_layers=None if None in layers else max(filter(None, layers), default=0))
 
     def written_into(self, train: sections.Train) -> sections.Train:
         """The section with these sizes where it left them open."""
         chosen = {
             "micro_batch_size": self.micro_batch_size,
-            "activation_checkpointing": "full" if self.recomputes else "none",
+            "activation_checkpointing": {0: "none", None: "full"}.get(self.recomputed_layers, self.recomputed_layers),
         }
         return train.model_copy(update=chosen)
 
@@ -84,11 +85,12 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
             raise InputError(
                 f"train.micro_batch_size: auto lets the planner choose. {why} Set it to a number."
             ) from error
-        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputes, batches.flat)
+        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputed_layers, batches.flat)
         return Planned(None, [f"plan: none. {why}"], sizes)
     refuse_if_any(problems)
     chosen = plan.setting
-    sizes = Sizes(chosen.micro_batch_size, chosen.activation_checkpointing, batches.flat)
+    recomputed = chosen.recomputed_layers if chosen.activation_checkpointing else 0
+    sizes = Sizes(chosen.micro_batch_size, recomputed, batches.flat)
     return Planned(plan, plan.describe(), sizes)
 
 
@@ -137,7 +139,7 @@ def advice_on_memory(cfg: sections.Run, world_size: int) -> str:
     rows = cfg.train.least_micro_batch_size
     smaller = {
         f"train.micro_batch_size {rows // 2}": rows > 1,
-        "train.activation_checkpointing full": not cfg.train.recomputes,
+        "train.activation_checkpointing full": cfg.train.activation_checkpointing != "full",
         f"data.max_length {cfg.data.max_length // 2}": True,
         "train.optimizer adamw_8bit": cfg.train.optimizer == "adamw",
         "adapter.type lora": cfg.adapter.type == "none",

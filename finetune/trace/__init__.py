@@ -6,7 +6,8 @@ process of any number of them.
 
 ``setting`` and ``placement`` (a way to train, and what its strategy splits). ``tracer`` (steps of a model, remembered),
 which asks by ``asking``, and is answered by ``serving``. ``layers`` and ``anatomy`` (how many layers tell
-of all), ``depth`` (a trace of few layers), ``shallow`` (what two of them tell of the model), ``powers`` (how sizes grow
+of all), ``depth`` (a trace of few layers), ``shallow`` (what two of them tell of the model), ``partly``
+(of layers some of which are recomputed), ``powers`` (how sizes grow
 with the micro-batch), ``spans`` (the moments that matter), ``work`` (operations and collectives).
 ``dry_run`` (the step itself), ``building`` (model and optimizer), ``ledger`` (the bytes of every storage, from birth to
 death), ``accounts`` (the ledger's blocks by what they are for), ``kernel_workspace`` (what CUDA's kernels take inside),

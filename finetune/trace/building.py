@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeTensor, without_modes
+from finetune.compat.fake_tensors import FakeTensor
+from finetune.compat.torch_private import without_modes
 from finetune.config import sections
 from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import attention, fused, lora_forward, quantization
-from finetune.models import loading as models
+from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
 from finetune.training.loss import take_losses
@@ -92,9 +93,9 @@ def build(
     if setting.adapter != "none":
         adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0)
     if setting.activation_checkpointing:
-        models.recompute_activations(model)
+        recompute_activations(model, setting.recomputed_layers)
     if setting.fused:
-        fused.fuse(model, recomputes=setting.activation_checkpointing)
+        fused.fuse(model)
         if setting.adapter != "none":
             lora_forward.write_once(model)
     take_losses(model)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from finetune import distributed
-from finetune.compat.fake_tensors import FakeStore, answer_replicas, without_modes
+from finetune.compat.fake_tensors import FakeStore, answer_replicas
 from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
+from finetune.compat.torch_private import without_modes
 from finetune.config.compatibility import refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment

@@ -24,9 +24,9 @@ from finetune.compat.fake_tensors import (
     makes_gradients,
     operation_name,
     reads_a_value,
-    storage_key,
 )
 from finetune.compat.quick_operations import tensors_in
+from finetune.compat.torch_private import storage_key
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.patches import storages_tell_their_size
 from finetune.trace.powers import CONSTANT, Power

@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetune.compat import fake_tensors
-from finetune.compat.fake_tensors import Change, without_modes
+from finetune.compat.fake_tensors import Change
 from finetune.compat.peft_private import import_peft
+from finetune.compat.torch_private import without_modes
 from finetune.trace.powers import CONSTANT, PARTS
 from finetune.trace.shallow import MORE_PARTS
 from finetune.training import loss

@@ -54,6 +54,9 @@ class Setting:
     precision: str = "bf16"
     """bf16, fp16 or no: the launch's mixed precision."""
     activation_checkpointing: bool = False
+    """Whether layers are recomputed in the backward pass."""
+    recomputed_layers: int | None = None
+    """How many, the first ones; None for all."""
     micro_batch_size: int = 1
     """Rows of a micro-batch."""
     row_tokens: int = 2048
@@ -105,6 +108,7 @@ class Setting:
             targets=targets if isinstance(targets, str) else tuple(targets),
             modules_to_save=tuple(cfg.adapter.modules_to_save),
             smooths_labels=train.label_smoothing > 0,
+            recomputed_layers=train.recomputed_layers or None,
             optimizer=train.optimizer,
             weights=train.weights,
             precision=precision,
@@ -146,6 +150,20 @@ class Setting:
     def flat(self) -> bool:
         """Whether rows lie end to end, so that attention keeps their documents apart."""
         return self.layout != "padded"
+
+    @property
+    def recomputes(self) -> str:
+        """As ``train.activation_checkpointing`` says it."""
+        if not self.activation_checkpointing:
+            return "none"
+        return "full" if self.recomputed_layers is None else str(self.recomputed_layers)
+
+    @property
+    def activations(self) -> str:
+        """The same in words."""
+        if self.activation_checkpointing and self.recomputed_layers:
+            return f"activations of {self.recomputed_layers} layers recomputed"
+        return f"activations {'recomputed' if self.activation_checkpointing else 'kept'}"
 
     @property
     def tokens(self) -> int:

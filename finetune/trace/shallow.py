@@ -95,6 +95,8 @@ Key = TypeVar("Key")
 Place = tuple[str, int, str, int]
 """Of a span: phase, micro-batch, and its layer counted from the start or from the end, or which one it is of the spans
 without a layer."""
+Highest = dict[Place, tuple[dict[str, float], dict[str, float]]]
+"""The highest moment of each span, in the lower depth and in the whole model, by category."""
 
 
 @dataclass(frozen=True)
@@ -149,24 +151,31 @@ class Step:
         Args:
             accumulation: micro-batches of the step; of more than two, those after the first are alike.
         """
-        for place, (_, whole) in self._highest(micro_batch).items():
+        for place, (_, whole) in self.highest(micro_batch).items():
             is_there = place[1] < accumulation or place[0] == "step"  # of no later micro-batch
             if is_there and (phase := _phase(place[0], micro_batch)):
                 yield Moment(phase, whole)
 
-    def _highest(self, micro_batch: MicroBatch) -> dict[Place, tuple[dict[str, float], dict[str, float]]]:
+    @cached_property
+    def _known(self) -> dict[MicroBatch, Highest]:
+        return {}
+
+    def highest(self, micro_batch: MicroBatch) -> Highest:
         """The highest moment of each span that both depths have, in the lower one and in the whole model."""
-        low, high = (_highest(depth, self._shared, micro_batch) for depth in (self.low, self.high))
-        return {
-            place: (low[place], _between(low[place], high[place], self.ratio)) for place in low.keys() & high.keys()
-        }
+        if micro_batch not in self._known:
+            low, high = (_highest(depth, self._shared, micro_batch) for depth in (self.low, self.high))
+            both = low.keys() & high.keys()
+            self._known[micro_batch] = {
+                place: (low[place], between(low[place], high[place], self.ratio)) for place in both
+            }
+        return self._known[micro_batch]
 
     def course(self, micro_batch: MicroBatch) -> Iterator[Moment]:
         """Moments of the lower depth's step in their order, as they are in the whole model: for a picture.
 
         Each is lifted by what the highest one of its span holds more in the whole model, of each category.
         """
-        highest = self._highest(micro_batch)
+        highest = self.highest(micro_batch)
         for span, places in _placed(self.low, self._shared):
             if not (phase := _phase(span.phase, micro_batch)):
                 continue
@@ -178,12 +187,12 @@ class Step:
 
     def trained(self) -> dict[tuple[int, ...], int]:
         """Shapes of the trained weights, whole, and how many there are of each."""
-        found = _between(self.low.trained, self.high.trained, self.ratio)
+        found = between(self.low.trained, self.high.trained, self.ratio)
         return {shape: round(count) for shape, count in found.items()}
 
     def on_host(self, *categories: str) -> float:
         """Bytes of weights, gradients and optimizer state in host memory, or of some of them alone."""
-        held = _between(self.low.on_host, self.high.on_host, self.ratio)
+        held = between(self.low.on_host, self.high.on_host, self.ratio)
         return sum(size for (category, _), size in held.items() if not categories or category in categories)
 
     @cached_property
@@ -256,7 +265,8 @@ def by_category(held: Held, micro_batch: MicroBatch) -> dict[str, float]:
     return found
 
 
-def _between(low: Mapping[Key, float], high: Mapping[Key, float], ratio: float) -> dict[Key, float]:
+def between(low: Mapping[Key, float], high: Mapping[Key, float], ratio: float) -> dict[Key, float]:
+    """Sizes on the straight line from one to another, or beyond: at 0 those of ``low``, at 1 those of ``high``."""
     return {key: low.get(key, 0) + (high.get(key, 0) - low.get(key, 0)) * ratio for key in low.keys() | high.keys()}
 
 

@@ -23,6 +23,7 @@ from finetune.cache import cache_folder, key_of
 from finetune.errors import InputError, RunStopped
 from finetune.trace.asking import Child, can_fork, take_child
 from finetune.trace.layers import Anatomy
+from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
 from finetune.trace.setting import Setting
@@ -50,6 +51,7 @@ def key_setting(setting: Setting) -> Setting:
     as_bf16 = setting.precision == "fp16" and (place.zero_stage != 3 or strategy != setting.strategy)
     return replace(
         setting,
+        recomputed_layers=None,
         strategy=strategy,
         world_size=world_size,
         micro_batch_size=1,
@@ -60,6 +62,17 @@ def key_setting(setting: Setting) -> Setting:
         mismatches=False,
         precision="bf16" if as_bf16 else setting.precision,
     )
+
+
+def key_settings(setting: Setting, layers: int) -> list[Setting]:
+    """The settings whose steps are traced for another: two, where some layers are recomputed and others are not.
+
+    Args:
+        layers: of the model.
+    """
+    key = key_setting(setting)
+    is_partly = setting.activation_checkpointing and (setting.recomputed_layers or layers) < layers
+    return [replace(key, activation_checkpointing=False), key] if is_partly else [key]
 
 
 class Tracer:
@@ -133,10 +146,11 @@ class Tracer:
             RunStopped: if the libraries here cannot be traced.
         """
         self.prepare([setting])
-        found = self._steps[key_setting(setting)]
-        if not isinstance(found, Step):
-            raise found
-        return found
+        found = [self._steps[key] for key in key_settings(setting, self.anatomy.layers)]
+        steps = [each for each in found if isinstance(each, Step)]
+        if len(steps) < len(found):
+            raise next(each for each in found if not isinstance(each, Step))
+        return steps[0] if len(steps) == 1 else partly_recomputed(*steps, layers=setting.recomputed_layers or 0)
 
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Trace settings together, as many at a time as there are cores. What cannot be traced is told by ``step``.
@@ -144,7 +158,8 @@ class Tracer:
         Raises:
             RunStopped: if the child fails.
         """
-        wanted = dict.fromkeys(key for key in map(key_setting, settings) if key not in self._steps)
+        keys = (key for setting in settings for key in key_settings(setting, self.anatomy.layers))
+        wanted = dict.fromkeys(key for key in keys if key not in self._steps)
         places = [(key, layers) for key in wanted for layers in dict.fromkeys(self._depths(key))]
         places.sort(key=lambda place: -place[1])  # those that take longest first
         files = {place: self.folder / f"{self._key(*place)}.json" for place in places}

@@ -82,7 +82,7 @@ class _Read:
     def checkpointing(self) -> tuple[bool, ...]:
         """Both where it is left open."""
         found = _if_set(self.cfg.train, "activation_checkpointing")
-        return (False, True) if found in (None, "auto") else (found == "full",)
+        return (False, True) if found in (None, "auto") else (found != "none",)
 
 
 def _read(arguments: Sequence[str], options: Options) -> _Read:

@@ -19,7 +19,7 @@ from finetune.units import GIB
 SHORT = dict(zip(PARTS, ("wts", "grad", "opt", "act", "loss", "gath", "work"), strict=True))
 LEGEND = (
     "GiB of a GPU at the peak of a step: weights, gradients, optimizer, activations, logits and loss, gathered layers "
-    "and buckets, workspace. ckpt: activation checkpointing; mb: rows of a micro-batch."
+    "and buckets, workspace. ckpt: layers that are recomputed; mb: rows of a micro-batch."
 )
 STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 WORDS = {"fits": "fits", "tight": "tight", "does not fit": "no"}
@@ -70,7 +70,7 @@ def _count(number: int) -> str:
 
 def _memory_table(plan: Plan, rows: Sequence[Row]) -> Table:
     columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("ckpt", lambda row: "full" if row.setting.activation_checkpointing else "none"),
+        ("ckpt", lambda row: row.setting.recomputes),
         ("mb", lambda row: str(row.setting.micro_batch_size)),
     ]
     columns += [(SHORT[kind], _part(kind)) for kind in PARTS]

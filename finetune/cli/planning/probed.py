@@ -50,7 +50,7 @@ def compared(row: Row, question: Question, real: Probed) -> dict[str, Any]:
     time = model.time(setting, machines, mean_document_tokens=setting.row_tokens)
     needed = None
     if real.peak_bytes is not None:
-        needed = needed_bytes(StepMemory({"measured": real.peak_bytes}, {}, ()), setting)
+        needed = needed_bytes(StepMemory({"measured": real.peak_bytes}, {}), setting)
     is_known = time.stand_in is None
     return {
         "setting": asdict(setting),
@@ -69,9 +69,8 @@ def lines_of(row: Row, found: dict[str, Any]) -> list[str]:
     """What ``compared`` says, as plain text."""
     real, said, needed = found["measured"], found["predicted"], found["needed_bytes"]
     setting = row.setting
-    kept = "recomputed" if setting.activation_checkpointing else "kept"
     rows = f"{setting.micro_batch_size} x {setting.row_tokens:,} tokens"
-    lines = [f"Probed: {row.name}, micro-batch {rows}, activations {kept}"]
+    lines = [f"Probed: {row.name}, micro-batch {rows}, {setting.activations}"]
     if needed is not None:
         off = said["peak_bytes"] / real["peak_bytes"] - 1
         peaks = f"{real['peak_bytes'] / GIB:.2f} GiB, predicted {said['peak_bytes'] / GIB:.2f} ({off:+.1%})"
