@@ -238,6 +238,7 @@ def test_adapters_with_another_base_or_another_way_of_computing_are_refused(
 
 def test_every_setting_of_peft_is_known_to_be_continued_or_not():
     continued = {*adapter_file.KEYS.values(), "bias", "init_lora_weights", "peft_type", "target_modules", "use_dora"}
+    continued.add("trainable_token_indices")  # of the same tokens: see test_new_tokens
     of_no_effect = {  # on what a saved adapter computes, or only together with another key
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "layers_pattern", "qalora_group_size"),

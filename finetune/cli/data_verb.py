@@ -24,6 +24,7 @@ from finetune.data import dataset
 from finetune.data.rows import Rows
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
+from finetune.models import new_tokens
 from finetune.models.spec import ModelSpec
 from finetune.run.corpus import corpus_problems, stage_problems, text_problems
 from finetune.run.inputs import load_tokenizer, settings_of
@@ -106,7 +107,8 @@ def _report(
     refuse_if_any(configuration_problems(cfg) + found)
     known = launch.mixed_precision in distributed.DTYPES  # another is among the problems of a run
     dtype = distributed.compute_dtype(launch, cfg.train.weights) if known else torch.float32
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
+    packing, template = cfg.data.packing is True, cfg.data.chat_template
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=packing, dtype=dtype, chat_template=template)
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     paired = isinstance(cfg, PairedRun)
     settings = settings_of(cfg.data, tokenizer, spec.end_tokens, paired=paired)
@@ -164,6 +166,7 @@ def problems_of_a_run(
         return [distributed.precision_problem(launch.mixed_precision)]
     found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
     found += model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
+    found += new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
     found += row_problems(rows, held_out, cfg.data, spec)
     try:
         known = tokenizer, models.most_positions(spec.text_config)

@@ -41,6 +41,22 @@ def only_what_is_quantised() -> Iterator[None]:
 
 
 @contextmanager
+def rows_of_whole_weights() -> Iterator[None]:
+    """Within it PEFT reads the rows of an embedding that are trained off its weight, which is whole, also under ZeRO-3.
+
+    Else it would gather them, which it does on GPUs alone (0.21). Goes when it looks at the weight instead.
+    """
+    from peft.tuners.trainable_tokens import layer
+
+    before = layer.check_deepspeed_zero3_enabled
+    layer.check_deepspeed_zero3_enabled = lambda: False
+    try:
+        yield
+    finally:
+        layer.check_deepspeed_zero3_enabled = before
+
+
+@contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model computes as before its adapter was attached."""
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -27,7 +27,6 @@ NOT_CONTINUED = (
     "lora_bias",
     "monteclora_config",
     "target_parameters",
-    "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -98,6 +97,36 @@ def _saved_in(file: Path) -> dict[str, Any]:
         "targets": sorted({name.split(".")[-1] for name in config["target_modules"]}),
         **{key: value for key, value in read.items() if value is not None},
     }
+
+
+def token_rows(folder: Path) -> list[int]:
+    """Rows of embedding and output head that the adapter in a folder has of its own.
+
+    Raises:
+        InputError: if its configuration cannot be read.
+    """
+    file = folder / NAME
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("trainable_token_indices") or []
+        each = named.values() if isinstance(named, dict) else [named]
+        return sorted({int(row) for rows in each for row in rows})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} cannot be read ({error}); save the adapter again.") from error
+
+
+def added_tokens(folder: Path) -> dict[int, str]:
+    """Of the tokenizer beside the adapter in a folder, by their ids; none where there is no tokenizer.
+
+    Raises:
+        InputError: if it cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    try:
+        return {each["id"]: each["content"] for each in json.loads(file.read_text(encoding="utf-8"))["added_tokens"]}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"adapter.from: {file} cannot be read ({error}); save the tokenizer again.") from error
 
 
 def _same(key: str, given: Any, saved: Any) -> bool:

@@ -121,7 +121,8 @@ class Data(Section):
     example {prompt: question, completion: answer}."""
     chat_template: str | None = None
     """Chat template to use instead of the tokenizer's: a Jinja file, or a name for base models that have none (chatml,
-    gemma, llama3, mistral, phi3, zephyr)."""
+    gemma, llama3, mistral, phi3, zephyr). Special tokens of a named one that the tokenizer lacks are added to it, and
+    their rows of embedding and output head are trained, also beside an adapter."""
     max_length: PositiveInt = 2048
     """Maximum tokens per row. What becomes of longer conversations is for too_long to say. Longer plain texts are split
     into several rows and lose nothing."""

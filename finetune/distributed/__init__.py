@@ -66,7 +66,7 @@ from finetune.distributed.strategy import (
     problems,
     was_restarted,
 )
-from finetune.distributed.weight_loading import loading, loading_device
+from finetune.distributed.weight_loading import loading, loading_device, whole_weights
 
 __all__ = [
     "DTYPES",
@@ -106,5 +106,6 @@ __all__ = [
     "sync_compute_weights",
     "trained_shapes",
     "was_restarted",
+    "whole_weights",
     "working_parameters",
 ]

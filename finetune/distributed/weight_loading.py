@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from accelerate import Accelerator
@@ -36,6 +36,22 @@ def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes
         f"{strategy.name} first puts the whole quantised model, {quantised_bytes / GIB:.1f} GiB, on each GPU, but only "
         f"{free / GIB:.1f} GiB are free; use the strategy file fsdp2, which can shard it from host memory."
     )
+
+
+@contextlib.contextmanager
+def whole_weights(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Within it weights of a model that is not prepared yet are whole, also where ZeRO-3 has partitioned them.
+
+    What changes in them is lost; a new weight can be made of them. Collective.
+    """
+    partitioned = list({id(each): each for each in parameters if hasattr(each, "ds_id")}.values())
+    if not partitioned:
+        yield
+        return
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters(partitioned):
+        yield
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from finetune.compat.transformers_private import forget_conversions
 from finetune.export.adapter_source import AdapterSource, inject, saved_names
-from finetune.models import adapter
+from finetune.models import adapter, new_tokens
 from finetune.models import loading as models
 from finetune.units import GIB
 
@@ -122,9 +122,9 @@ def on_device(model: Any) -> Any:
 
 
 def _load_base(source: AdapterSource, bits: int | None, dtype: torch.dtype) -> PreTrainedModel:
-    return models.load_model(
+    model = models.load_model(
         source.base,
-        copy.deepcopy(source.config),  # transformers notes in it how it quantised
+        copy.deepcopy(source.new_tokens.as_stored(source.config)),  # transformers notes in it how it quantised
         revision=source.revision,
         trust_remote_code=False,
         attention="auto",
@@ -134,6 +134,8 @@ def _load_base(source: AdapterSource, bits: int | None, dtype: torch.dtype) -> P
         random_weights=source.random_weights,
         device=torch.device("cuda" if bits and torch.cuda.is_available() else "cpu"),
     )
+    new_tokens.give_rows(model, source.new_tokens)
+    return model
 
 
 def _attach(model: PreTrainedModel, source: AdapterSource) -> Any:

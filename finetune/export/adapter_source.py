@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.compat.peft_private import import_peft, only_what_is_quantised
+from finetune.config import adapter_file
 from finetune.data import sources
 from finetune.data.dataset import named_sources
 from finetune.data.encoding import Settings
@@ -24,8 +25,9 @@ from finetune.data.sources import Source
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any
 from finetune.export.results import result_at
-from finetune.models import adapter, quantization, weights
+from finetune.models import adapter, new_tokens, quantization, weights
 from finetune.models import loading as models
+from finetune.models.new_tokens import NewTokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class AdapterSource:
     """The base's weights are drawn with ``seed``, as in the run, instead of read."""
     revision: str | None
     config: PreTrainedConfig
-    """Of the base."""
+    """Of the base, with the rows that the adapter adds to its vocabulary."""
+    new_tokens: NewTokens
+    """Rows that the base lacks in its files."""
     bits: int | None
     """Bits that the base was quantised to, for training or by its publisher."""
     dtype: torch.dtype
@@ -80,6 +84,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         raise _unreadable(str(error)) from error
     refuse_if_any(quantization.problems(config, bits))
     skeleton = models.without_weights(config, False)
+    grown = _grown(folder, skeleton)
     random_weights = trained.get("random_weights", False)
     try:
         files = [] if random_weights else weights.files(base, revision)
@@ -87,6 +92,8 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         refuse_if_any(weights.not_finite(files))
     except InputError as error:
         raise _unreadable(str(error)) from error
+    config = grown.grown(config)
+    skeleton = models.without_weights(config, False) if grown else skeleton
     refuse_if_any(_tensor_problems(folder, base, skeleton))
     refuse_if_any(weights.not_finite([folder / adapter.WEIGHTS]))
     return AdapterSource(
@@ -95,6 +102,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         random_weights=random_weights,
         revision=revision,
         config=config,
+        new_tokens=grown,
         bits=bits or quantization.stored_bits(config),
         dtype=trained.get("dtype", models.stored_dtype(config)),
         seed=trained.get("seed", 0),
@@ -166,6 +174,18 @@ def _recorded(run: Path) -> dict[str, Any]:
             f"{run} is not the record of a run ({type(error).__name__}: {error}); copy the adapter elsewhere without "
             "it, and give that folder, with --bits where the base was quantised."
         ) from error
+
+
+def _grown(folder: Path, base: PreTrainedModel) -> NewTokens:
+    """Rows of an adapter's vocabulary that its base lacks: those it trained alone, and those of modules saved whole."""
+    rows = [row + 1 for row in adapter_file.token_rows(folder)]
+    whole = {f"{adapter.PREFIX}{name}.weight" for name, each in base.named_modules() if each in new_tokens.own(base)}
+    try:
+        with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
+            rows += [file.get_slice(name).get_shape()[0] for name in sorted(file.keys()) if name in whole]
+    except SafetensorError:  # which will be told of with what does not fit
+        return NewTokens()
+    return new_tokens.up_to(max(rows, default=0), base.config)
 
 
 def inject(model: PreTrainedModel, folder: Path) -> Any:

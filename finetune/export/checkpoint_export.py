@@ -6,6 +6,7 @@ the dtypes and names of a run's result.
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from finetune.config import sections
 from finetune.data.named_templates import NAMED
 from finetune.distributed import prepare_import
 from finetune.errors import InputError, refuse_if_any
-from finetune.models import adapter
+from finetune.models import adapter, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
@@ -45,12 +46,16 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": False}
     template = config["data"].get("chat_template")
     by_name = template if template in NAMED else None  # no file that a checkpoint names is opened: its text is kept
-    tokenizer = models.load_tokenizer(named["tokenizer"] or named["path"], chat_template=by_name, **source)
+    origin = named["tokenizer"] or named["path"]
+    tokenizer = models.load_tokenizer(origin, chat_template=by_name, adds_tokens=True, **source)
     tokenizer.chat_template = run["chat_template"]
-    model = models.without_weights(models.load_config(named["path"], **source), False)
+    stored = models.load_config(named["path"], **source)
+    section = sections.Model(path=named["path"], tokenizer=named["tokenizer"], **source)
+    new = new_tokens.of_template(section, by_name, stored)
+    model = models.without_weights(new.grown(stored), False)
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:
-        _attach(model, config)
+        _attach(model, config, new.rows)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
@@ -115,7 +120,7 @@ def _output_problems(folder: Path) -> list[str]:
     return []
 
 
-def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
+def _attach(model: models.PreTrainedModel, config: dict[str, Any], token_rows: Sequence[int]) -> None:
     """Attach the run's adapter to a model; both without memory."""
     named = config["model"]
     adapter.attach(
@@ -126,6 +131,7 @@ def _attach(model: models.PreTrainedModel, config: dict[str, Any]) -> None:
         revision=named["revision"],
         dtype=models.stored_dtype(model.config),
         seed=config["train"]["seed"],
+        token_rows=token_rows,
     )
 
 

@@ -22,7 +22,7 @@ from finetune.export import adapted_model, adapter_source
 from finetune.export.results import Result, result_at
 from finetune.generation.manner import Manner
 from finetune.models import loading as models
-from finetune.models import quantization, weights
+from finetune.models import new_tokens, quantization, weights
 from finetune.models.end_tokens import end_tokens_of
 from finetune.output.run_files import read_run
 
@@ -231,6 +231,7 @@ def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str 
         bits=bits,
         device=device,
     )
+    new_tokens.give_rows(model, new_tokens.of_tokenizer(tokenizer, config))  # of a base that is asked by another's
     return _speaker(path, adapted_model.on_device(model), tokenizer, ends)
 
 

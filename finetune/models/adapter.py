@@ -16,15 +16,19 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from finetune.compat.peft_private import import_peft, only_what_is_quantised
+from finetune.compat.peft_private import import_peft, only_what_is_quantised, rows_of_whole_weights
 from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
 from finetune.errors import InputError, RunStopped, first_line
+from finetune.models import new_tokens
+from finetune.models.token_rows import compute_apart
 
 PREFIX = "base_model.model."
 """Before each name in a saved adapter: where the model lies in a PeftModel."""
 WEIGHTS = "adapter_model.safetensors"
 FORMAT = {"format": "pt"}
+TOKEN_ROWS = ".trainable_tokens_delta."
+"""In the names of rows of embedding and output head."""
 
 
 def problems(
@@ -68,6 +72,7 @@ def attach(
     revision: str | None,
     dtype: torch.dtype,
     seed: int,
+    token_rows: Sequence[int] = (),
 ) -> None:
     """Freeze a model and put an adapter into it.
 
@@ -77,6 +82,7 @@ def attach(
         revision: of the model on the hub.
         dtype: of computation. The adapter's matrices start from values of this dtype and compute in it.
         seed: of the matrices' random values.
+        token_rows: rows of embedding and output head that are trained beside it, which follow one another.
 
     Raises:
         InputError: if PEFT cannot.
@@ -85,6 +91,7 @@ def attach(
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    with_rows = new_tokens.names_of(model, section.modules_to_save) if token_rows else []
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
@@ -96,13 +103,14 @@ def attach(
         target_modules=section.targets if section.targets == "all-linear" else list(section.targets),
         modules_to_save=list(section.modules_to_save) or None,  # PEFT adds to it
         ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
+        trainable_token_indices={name: list(token_rows) for name in with_rows} or None,
         base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
         revision=revision,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
     try:
-        with only_what_is_quantised():
+        with only_what_is_quantised(), rows_of_whole_weights():
             inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:  # of layers that it knows, but not with one another
         raise InputError(
@@ -114,6 +122,7 @@ def attach(
             # PEFT would cast each layer's input to the dtype of the adapter's fp32 masters: a second copy of every
             # activation, and fp32 products. Autocast and sharding bring the masters to the input's dtype instead.
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    compute_apart(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -124,8 +133,10 @@ def trains_tied_weights(model: PreTrainedModel, modules_to_save: Sequence[str]) 
     return bool(_tied_names(model) & set(modules_to_save))
 
 
-def wraps_tied_weights(model: PreTrainedModel, section: sections.Adapter) -> bool:
+def wraps_tied_weights(model: PreTrainedModel, section: sections.Adapter, *, trains_rows: bool) -> bool:
     """Whether the adapter puts a module of its own around a weight that embedding and output head share."""
+    if trains_rows:
+        return bool(_tied_names(model))
     targets = [] if section.targets == "all-linear" else section.targets  # to PEFT the head is none of all
     return bool(_tied_names(model) & {*targets, *section.modules_to_save})
 
@@ -157,9 +168,13 @@ def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tenso
 
 
 def all_names(model: torch.nn.Module) -> dict[str, str]:
-    """Every name of each trained parameter, with the one under which it is listed: tied weights have several."""
+    """Every name of each trained parameter, with the one under which it is listed: tied weights have several.
+
+    Not so rows of tied weights, which PEFT saves once.
+    """
     first = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
+    every = model.named_parameters(remove_duplicate=False)
+    return {n: first[id(p)] for n, p in every if id(p) in first and (n == first[id(p)] or TOKEN_ROWS not in n)}
 
 
 def verify(

@@ -1,6 +1,6 @@
 """A saved adapter that a run continues from: whether it fits the model, and its values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -11,14 +11,17 @@ from transformers import PreTrainedModel
 from finetune.cache import checksums, key_of
 from finetune.config import adapter_file, sections
 from finetune.errors import first_line, refuse_if_any
+from finetune.models import new_tokens
 from finetune.models.adapter import WEIGHTS, all_names, attach, saved_name
+from finetune.models.new_tokens import NewTokens
 
 
-def problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
+def problems(model: PreTrainedModel, section: sections.Adapter, new: NewTokens | None = None) -> list[str]:
     """Why the adapter does not fit the model, as sentences; only the headers of its file are read.
 
     Args:
         model: its modules; weights may be on the meta device.
+        new: tokens that the run adds to the vocabulary.
 
     Raises:
         InputError: if PEFT cannot attach such an adapter.
@@ -31,18 +34,34 @@ def problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
     except (OSError, SafetensorError) as error:
         return [f"adapter.from: {file} cannot be read ({first_line(error)}); save the adapter again."]
-    expected = _shapes_of(model, section)
+    new = new or NewTokens()
+    trains_rows = bool(new) and bool(new_tokens.names_of(model, section.modules_to_save))
+    own, saved = list(new.rows) if trains_rows else [], adapter_file.token_rows(file.parent)
+    known = adapter_file.added_tokens(file.parent)
+    if saved != own or (known and not set(new.names) <= set(known.values())):
+        return [
+            f"adapter.from: {file.parent} has rows of its own for {_tokens(saved, known)}, and this run trains "
+            f"{_tokens(own, dict(zip(new.rows, new.names)))}; set data.chat_template, model.tokenizer and model.path "
+            "to those that the adapter was trained with."
+        ]
+    expected = _shapes_of(model, section, new.rows)
     wrong = [f"{name} is missing" for name in expected if name not in shapes]
     wrong += [f"{name} is unexpected" for name in shapes if name not in expected]
     wrong += [f"{n} has shape {shapes[n]} instead of {s}" for n, s in expected.items() if shapes.get(n, s) != s]
     return _does_not_fit(file, wrong)
 
 
-def _shapes_of(model: PreTrainedModel, section: sections.Adapter) -> dict[str, tuple[int, ...]]:
+def _tokens(rows: Sequence[int], known: Mapping[int, str]) -> str:
+    return f"the tokens {', '.join(known.get(row, str(row)) for row in rows)}" if rows else "no token of its vocabulary"
+
+
+def _shapes_of(
+    model: PreTrainedModel, section: sections.Adapter, token_rows: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor that the adapter has in a file: one is attached to a copy of the model without weights."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         copy: PreTrainedModel = deepcopy(model).to("meta")  # type: ignore[arg-type]  # transformers wraps it
-        attach(copy, section, base="", revision=None, dtype=torch.float32, seed=0)
+        attach(copy, section, base="", revision=None, dtype=torch.float32, seed=0, token_rows=token_rows)
     parameters = dict(copy.named_parameters())
     return {saved_name(name): tuple(parameters[first].shape) for name, first in all_names(copy).items()}
 

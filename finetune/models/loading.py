@@ -62,9 +62,12 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
 
 
 def load_tokenizer(
-    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None
+    path: str, *, revision: str | None, trust_remote_code: bool, chat_template: str | None, adds_tokens: bool = False
 ) -> PreTrainedTokenizerBase:
     """A fast tokenizer, with the chat template of a file or of a name if one is given.
+
+    Args:
+        adds_tokens: special tokens of a named template, where it lacks them (see ``models.new_tokens``).
 
     Raises:
         InputError: if there is none, if it is a slow one or lacks tokens of the template, or if the hub denies access.
@@ -82,7 +85,7 @@ def load_tokenizer(
             "model.tokenizer to a fast one."
         )
     if chat_template is not None:
-        named_templates.use(tokenizer, chat_template)
+        named_templates.use(tokenizer, chat_template, adds_tokens=adds_tokens)
     return tokenizer
 
 

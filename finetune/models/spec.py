@@ -1,14 +1,15 @@
 """A model as its configuration describes it: everything that is known of it before its weights are read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
-from finetune.models import fused, loading, packing_support, quantization
+from finetune.models import fused, loading, new_tokens, packing_support, quantization
 from finetune.models.end_tokens import end_tokens_of
+from finetune.models.new_tokens import NewTokens
 
 
 @dataclass(frozen=True)
@@ -17,18 +18,26 @@ class ModelSpec:
 
     section: sections.Model
     config: PreTrainedConfig
+    """Of the model that is trained: its vocabulary has the rows of ``new_tokens``."""
     bits: int | None
     """4 or 8 to quantise the linear layers as they are read; None for the weights as they are stored."""
     attention: str
     """The name for ``attn_implementation``, or auto."""
     flat: bool
     """Rows that are not packed lie end to end too, without padding (see ``models.attention``)."""
+    new_tokens: NewTokens = field(default_factory=NewTokens)
 
     @classmethod
     def read(
-        cls, section: sections.Model, quantised: sections.Quantization, *, packing: bool, dtype: torch.dtype
+        cls,
+        section: sections.Model,
+        quantised: sections.Quantization,
+        *,
+        packing: bool,
+        dtype: torch.dtype,
+        chat_template: str | None = None,
     ) -> "ModelSpec":
-        """Read the config.json.
+        """Read the config.json, and what a chat template adds to the vocabulary.
 
         Args:
             packing: whether documents share rows.
@@ -44,7 +53,8 @@ class ModelSpec:
         attention, flat = packing_support.attention_for(
             config, section.attention, packing=packing, dtype=dtype, own_code=section.trust_remote_code
         )
-        return cls(section, config, bits, attention, flat)
+        new = new_tokens.of_template(section, chat_template, config)
+        return cls(section, new.grown(config), bits, attention, flat, new)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -70,6 +80,17 @@ class ModelSpec:
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens at which generation stops, by generation_config.json and config.json."""
         return end_tokens_of(self.config, self.section.path, revision=self.section.revision)
+
+    @cached_property
+    def stored_config(self) -> PreTrainedConfig:
+        """Of the model in its files."""
+        return self.new_tokens.as_stored(self.config)
+
+    @cached_property
+    def stored_skeleton(self) -> PreTrainedModel:
+        """As ``skeleton``, of the model in its files."""
+        own_code = self.section.trust_remote_code
+        return loading.without_weights(self.stored_config, own_code) if self.new_tokens.adds_rows else self.skeleton
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:

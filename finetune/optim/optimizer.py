@@ -1,7 +1,7 @@
 """Optimizers by name, over parameters in fp32 or in bf16."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,15 @@ def build_optimizer(
     """
     kinds: dict[torch.nn.Parameter, tuple[str, float]] = {}  # tied weights are met twice
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    embeddings = [f"{name}.weight" for name in tables]
+    embeddings = {name: trained[name] for name in _names_of_embeddings(model) if name in trained}
+    kept = set() if decay_embeddings else set(embeddings.values())
     ratios = {"layer_decay": layer_decay, "lora_plus_ratio": lora_plus_ratio}
     scale_of = {trained[name]: each for name, each in scales_of(trained, embeddings=embeddings, **ratios).items()}
     for module in model.modules():
         is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
-        of_module = "kept" if isinstance(module, torch.nn.Embedding) and not decay_embeddings else "decayed"
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                kind = "vector" if is_vector or key == "bias" else of_module
+                kind = "vector" if is_vector or key == "bias" else "kept" if parameter in kept else "decayed"
                 kinds.setdefault(parameter, (kind, scale_of[parameter]))
     groups: list[dict[str, Any]] = [
         {
@@ -87,6 +86,15 @@ def build_optimizer(
     if weights == "bf16":
         return StochasticRoundingAdamW(groups, lr=learning_rate, betas=chosen, seed=rounding_seed)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=chosen, eps=EPSILON, fused=fused or None)
+
+
+def _names_of_embeddings(model: torch.nn.Module) -> Iterator[str]:
+    """Of weights that embed tokens: whole, or rows of a frozen one that are trained."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding):
+            yield f"{name}.weight"
+        elif isinstance(getattr(module, "base_layer", None), torch.nn.Embedding):
+            yield f"{name}.trainable_tokens_delta.default"
 
 
 def state_bytes(model: torch.nn.Module, name: str) -> int:

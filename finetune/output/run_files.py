@@ -196,7 +196,19 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         f"- optimizer steps: {metrics['step']}\n{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
         f"precision {run['strategy']['precision']}\n\n{_answers(run.get('answers', []))}"
+        f"{_with_new_tokens(base, run['new_tokens']) if is_adapter and 'new_tokens' in run else ''}"
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(run['config'], sort_keys=False)}```\n"
+    )
+
+
+def _with_new_tokens(base: str, new: Mapping[str, Any]) -> str:
+    """A section of the model card: how to load the adapter by hand, onto a base whose vocabulary has to grow."""
+    grows = f"model.resize_token_embeddings({new['rows']})\n" if new["rows"] > new["rows_of_base"] else ""
+    return (
+        f"## Loading\n\nThe chat template added {', '.join(new['tokens'])} to the tokenizer; the adapter has their "
+        "embeddings.\n\n```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"model = AutoModelForCausalLM.from_pretrained({base!r})\n{grows}"
+        'model = PeftModel.from_pretrained(model, "DIR")  # this folder\n```\n\n'
     )
 
 

@@ -43,6 +43,8 @@ class RunRecord:
     """Of each task of eval.tasks by its name: ``score``, ``rows``, and its mean ``before`` and ``after`` training."""
     best: dict[str, Any] | None = None
     """``step`` whose weights are the result, where it is that of the best evaluation, and what that was by."""
+    new_tokens: dict[str, Any] | None = None
+    """``tokens`` that the chat template added to the tokenizer, ``trained_rows`` of the embedding, and its ``rows``."""
     stopped: dict[str, int] | None = None
     """``after_step``, where training ended early, and how many ``evaluations`` in a row had not improved by then."""
 

@@ -28,6 +28,7 @@ def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedToke
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template=data.chat_template,
+        adds_tokens=True,
     )
 
 

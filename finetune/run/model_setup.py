@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import continued_adapter, fused, loading, lora_forward
+from finetune.models import continued_adapter, fused, loading, lora_forward, new_tokens
 from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
@@ -38,11 +38,12 @@ def load_model(
         accelerator,
         launch,
         whole=spec.section.random_weights or bool(spec.quantised_bits),
-        by_every_process=adapted and adapters.wraps_tied_weights(spec.skeleton, adapter),
+        by_every_process=adapted
+        and adapters.wraps_tied_weights(spec.skeleton, adapter, trains_rows=bool(spec.new_tokens)),
     ):
         model = loading.load_model(
             spec.section.path,
-            spec.config,
+            spec.stored_config,
             revision=spec.section.revision,
             trust_remote_code=spec.section.trust_remote_code,
             attention=spec.attention,
@@ -52,9 +53,18 @@ def load_model(
             device=device,
             random_weights=spec.section.random_weights,
         )
+    if spec.new_tokens:
+        with distributed.whole_weights(part for each in new_tokens.own(model) for part in each.parameters()):
+            new_tokens.give_rows(model, spec.new_tokens)
     if adapted:
         adapters.attach(
-            model, adapter, base=spec.section.path, revision=spec.section.revision, dtype=dtype, seed=train.seed
+            model,
+            adapter,
+            base=spec.section.path,
+            revision=spec.section.revision,
+            dtype=dtype,
+            seed=train.seed,
+            token_rows=spec.new_tokens.rows,
         )
         if adapter.from_:
             continued_adapter.load_values(model, adapter)

@@ -98,6 +98,7 @@ def new_record(
         environment=run_files.environment(),
         id=gather_object([uuid4().hex])[0],
         data_figures=known or None,
+        new_tokens=spec.new_tokens.record(),
     )
 
 
@@ -123,6 +124,7 @@ def introduction(
         lines.append(f"the adapter continues from {continued_adapter.file_of(cfg.adapter).parent}")
     if cfg.has_default_adapter_rate:
         lines.append(f"train.learning_rate is not set: {cfg.train.learning_rate:g}, the default with an adapter")
+    lines += spec.new_tokens.describe()
     lines += batches.describe()
     if not batches.flat:
         lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")

@@ -29,7 +29,15 @@ from finetune.data.rows import Rows
 from finetune.data.sources import Source
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import continued_adapter, loading, packing_support, quantization, recomputation, weights
+from finetune.models import (
+    continued_adapter,
+    loading,
+    new_tokens,
+    packing_support,
+    quantization,
+    recomputation,
+    weights,
+)
 from finetune.models.spec import ModelSpec
 from finetune.output import output_folder, run_files
 from finetune.run import trackers
@@ -70,10 +78,13 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             + (resuming.rate_problems(resumes_from, cfg.train.learning_rate) if cfg.has_default_adapter_rate else [])
         )
     dtype = distributed.compute_dtype(launch, cfg.train.weights)
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=cfg.data.packing is True, dtype=dtype)
+    template = cfg.data.chat_template
+    packing = cfg.data.packing is True
+    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=packing, dtype=dtype, chat_template=template)
     stored_bits = spec.stored_bits
     refuse_if_any(
         model_problems(spec, cfg.data, dtype)
+        + new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
     )
     skeleton = spec.skeleton
@@ -91,7 +102,8 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             )
             + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
         )
-        refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter) if cfg.adapter.from_ else [])
+        new = spec.new_tokens
+        refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
     if os.environ.get("LOCAL_RANK", "0") == "0":
         asking.get_ready()
     return spec
@@ -180,7 +192,7 @@ def weight_files(spec: ModelSpec) -> list[Path]:
     if spec.section.random_weights:
         return []
     files = weights.files(spec.section.path, spec.section.revision)
-    refuse_if_any(weights.problems(spec.skeleton, files))
+    refuse_if_any(weights.problems(spec.stored_skeleton, files))
     return files
 
 

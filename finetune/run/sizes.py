@@ -117,6 +117,7 @@ def _plan(
         world_size=launch.world_size,
         precision=launch.mixed_precision,
         row_tokens=longest,
+        token_rows=len(spec.new_tokens.rows),
         # traced by our own attention, which a GPU computes in 16 bits only: other rows are planned as if padded
         flat=batches.flat
         and model.anatomy.keeps_apart

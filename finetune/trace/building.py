@@ -91,7 +91,9 @@ def build(
         vars(model).update(is_loaded_in_4bit=setting.bits == 4, is_loaded_in_8bit=setting.bits == 8)
         quantization.settle(model, dtype)
     if setting.adapter != "none":
-        adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0)
+        vocabulary = config.get_text_config().vocab_size
+        rows = range(vocabulary - setting.token_rows, vocabulary)
+        adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0, token_rows=rows)
     if setting.activation_checkpointing:
         recompute_activations(model, setting.recomputed_layers)
     if setting.fused:

@@ -47,6 +47,8 @@ class Setting:
     """Last names of the linear layers that get an adapter."""
     modules_to_save: tuple[str, ...] = ()
     """Last names of the modules that are trained whole beside the adapter."""
+    token_rows: int = 0
+    """Rows of embedding and output head that are trained beside an adapter (see ``models.new_tokens``)."""
     smooths_labels: bool = False
     optimizer: str = "adamw"
     weights: str = "fp32_master"
@@ -87,6 +89,7 @@ class Setting:
         row_tokens: int,
         flat: bool,
         flash: bool = True,
+        token_rows: int = 0,
     ) -> "Setting":
         """A configuration's, under the strategy ``single`` and with micro-batches of one row, until they are chosen.
 
@@ -96,6 +99,7 @@ class Setting:
             row_tokens: of the longest row.
             flat: whether rows that are not packed lie end to end, without padding.
             flash: whether the GPU has flash attention.
+            token_rows: of special tokens that a chat template adds.
         """
         targets, train = cfg.adapter.targets, cfg.train
         return cls(
@@ -107,6 +111,7 @@ class Setting:
             dropout=cfg.adapter.dropout,
             targets=targets if isinstance(targets, str) else tuple(targets),
             modules_to_save=tuple(cfg.adapter.modules_to_save),
+            token_rows=token_rows,
             smooths_labels=train.label_smoothing > 0,
             recomputed_layers=train.recomputed_layers or None,
             optimizer=train.optimizer,

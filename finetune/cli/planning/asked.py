@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
 from finetune.cli.planning.strategy_file import strategy_named
@@ -14,6 +15,7 @@ from finetune.config.compatibility import STRATEGIES
 from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
 from finetune.config.token_budget import budget_problems, in_rows
+from finetune.data import named_templates
 from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import MOST_GPUS_OF_A_MACHINE, Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
@@ -47,6 +49,8 @@ class _Read:
     longest_document_tokens: int
     flat: bool = False
     """Rows that are not packed lie end to end."""
+    token_rows: int = 0
+    """Of special tokens that the chat template adds."""
 
     def setting(self, method: Method) -> Setting:
         """What all ways to train have in common."""
@@ -59,6 +63,7 @@ class _Read:
             row_tokens=self.documents * self.longest_document_tokens,
             flat=self.flat,
             flash=self.machines.gpu.has_flash_attention,
+            token_rows=self.token_rows,
         )
 
     @property
@@ -126,7 +131,8 @@ def asked(
     """
     read = _read(arguments, options)
     cfg, machines, notes = read.cfg, read.machines, list(read.notes)
-    model_config = read_config(cfg.model.path, cfg.model.revision)
+    model_config, token_rows = _with_new_tokens(cfg, read_config(cfg.model.path, cfg.model.revision))
+    read = replace(read, token_rows=token_rows)
     tracer = Tracer(model_config, row_tokens=read.documents * cfg.data.max_length, on_progress=on_progress)
     model = Model(model_config, tracer)
     flags = all_flags(arguments, options)
@@ -169,6 +175,22 @@ def asked(
         flags=tuple(flags.items()),
     )
     return Asked(question, cfg.model.path, cfg.model.revision, tuple(notes))
+
+
+def _with_new_tokens(cfg: sections.Run, model_config: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The configuration with the rows that a named chat template adds to the vocabulary, and how many are trained.
+
+    Where no tokenizer is at hand, as beside a config.json alone, the tokens are taken to be there: two or three rows.
+    """
+    origin = Path(cfg.model.tokenizer or cfg.model.path)
+    if not named_templates.has_specials(cfg.data.chat_template) or not (origin / "tokenizer_config.json").is_file():
+        return model_config, 0
+    from finetune.models import loading, new_tokens  # which import PyTorch
+
+    config = loading.config_from(model_config)
+    new = new_tokens.of_template(cfg.model, cfg.data.chat_template, config)
+    refuse_if_any(new_tokens.problems(loading.without_weights(new.grown(config), False), new, cfg.adapter))
+    return (new.grown(config).to_dict() if new.adds_rows else model_config), len(new.rows)
 
 
 def _is_flat(read: _Read, model: Model) -> bool:

@@ -48,17 +48,36 @@ def problems(chat_template: str | None) -> list[str]:
     ]
 
 
-def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str) -> None:
+def has_specials(chat_template: str | None) -> bool:
+    """Whether this is a template by name, which writes special tokens of its own."""
+    return chat_template in NAMED and bool(NAMED[chat_template].specials)
+
+
+def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str, *, adds_tokens: bool = False) -> tuple[str, ...]:
     """Give a tokenizer the template of a name or of a file.
+
+    Args:
+        adds_tokens: add the special tokens of a named template that the tokenizer lacks: their embeddings are trained.
+
+    Returns:
+        Tokens that are new to its vocabulary.
 
     Raises:
         InputError: if the tokenizer lacks the special tokens of a named template, or the file cannot be read.
     """
     if chat_template not in NAMED:
         tokenizer.chat_template = _read(Path(chat_template))
-        return
+        return ()
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if lacking := _lacking(chat_template, tokenizer, known):
+    lacking = _lacking(chat_template, tokenizer, known)
+    new: tuple[str, ...] = ()
+    if lacking and adds_tokens and not (NAMED[chat_template].end is None and tokenizer.eos_token is None):
+        from tokenizers import AddedToken
+
+        vocabulary = tokenizer.get_vocab()
+        new = tuple(token for token in lacking if token not in vocabulary)
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in lacking], True)
+    elif lacking:
         others = [name for name in NAMED if not _lacking(name, tokenizer, known)]
         raise InputError(
             f"data.chat_template: {chat_template} needs the special tokens {', '.join(lacking)}, which the tokenizer "
@@ -70,6 +89,7 @@ def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str) -> None:
     with_bos = "{{- bos_token -}}\n" if bos is not None and begin[:1] == [bos] else ""
     tokenizer.chat_template = with_bos + _read(Path(__file__).with_name(f"{chat_template}.jinja"))
     tokenizer.eos_token = NAMED[chat_template].end or tokenizer.eos_token
+    return new
 
 
 def _lacking(name: str, tokenizer: "PreTrainedTokenizerBase", known: Collection[str]) -> list[str]:
