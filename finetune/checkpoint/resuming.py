@@ -28,6 +28,7 @@ SAME_RUN = {
     "adapter.rank_pattern": "its matrices have another shape",
     "adapter.alpha_pattern": "its adapter would be scaled differently",
     "adapter.modules_to_save": "other weights were trained",
+    "adapter.init": "its adapter was trained on other frozen weights, or from another start",
     "quantization.bits": "it was trained on other frozen weights",
     "dpo.loss": "another loss was learnt",
     "dpo.beta": "another loss was learnt",
@@ -44,6 +45,8 @@ LATER = (
     "adapter.alpha_pattern",
 )
 """Those that checkpoints of earlier versions lack, which then have nothing to compare."""
+BEFORE_IT_WAS_A_KEY = {"adapter.init": "default"}
+"""What checkpoints of earlier versions were trained with."""
 SAME_OPTIMIZER = ("train.optimizer",)
 NEVER_TOLD = (
     "train.output_dir",
@@ -82,7 +85,8 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
         precision: of the launch.
         weights_only: the optimizer is reset.
     """
-    before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
+    before = BEFORE_IT_WAS_A_KEY | dict(_flat(checkpoint.contents["run"]["config"]))
+    after = dict(_flat(now))
     changed = {
         key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after.get(key)!r} now"
         for key in (*SAME_RUN, *SAME_OPTIMIZER)

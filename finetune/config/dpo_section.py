@@ -40,7 +40,7 @@ class Dpo(Section):
     adapter_off: it computes them, with its adapter off, in every step. cached: they are computed once, before training.
     Neither holds a second copy of the weights. model: they are computed in every step, by the trained weights as they
     were when training began, of which each process keeps a copy of its part. auto: adapter_off where there is a new
-    adapter, but not under ZeRO-3, which fetches weights ahead in one order only; else cached."""
+    adapter that began by default, but not under ZeRO-3, which fetches weights ahead in one order only; else cached."""
 
     @property
     def strength(self) -> float:
@@ -57,7 +57,7 @@ def reference_taken(reference: str, *, adapted: bool, in_order: bool) -> str:
     """``compares_with``, with what its auto means.
 
     Args:
-        adapted: a new adapter is trained.
+        adapted: an adapter is trained that is nothing at first.
         in_order: the strategy fetches weights ahead, in one order only.
     """
     if reference != "auto":

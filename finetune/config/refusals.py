@@ -75,6 +75,40 @@ def unused_adapter_keys(adapter: sections.Adapter) -> list[str]:
     return [f"adapter.{key} is set, but adapter.type is none; set adapter.type to lora, or remove it." for key in given]
 
 
+def adapter_init_problems(
+    adapter: sections.Adapter, bits: int | str | None, *, is_stored: bool, random_weights: bool
+) -> list[str]:
+    """What an adapter cannot start with, by its section and its base.
+
+    Args:
+        bits: of the frozen weights, 4 or 8; else none, in one way or another.
+        is_stored: the model is published in these bits.
+    """
+    init, is_quantised = adapter.init, bits in (4, 8)
+    if init == "default" or adapter.type == "none":
+        return []
+    takes_off = init in ("pissa", "olora")
+    found = {
+        f"adapter.init {init} is not available with adapter.type dora, whose magnitudes are those of the weights as "
+        "they were; set adapter.type to lora, or adapter.init to default.": adapter.type == "dora",
+        f"adapter.init {init} is the start of a new adapter, and adapter.from names one to continue from; remove one "
+        "of them.": adapter.from_ is not None,
+        f"adapter.init {init} writes into the frozen weights, which are in {bits} bits; set adapter.init to loftq, "
+        "which is made for a base in 4 bits, or quantization.bits to none.": (
+            takes_off and is_quantised and not is_stored
+        ),
+        f"adapter.init {init} writes into the frozen weights, but this model is published in {bits} bits; use its "
+        "16-bit version, or set adapter.init to default.": takes_off and is_quantised and is_stored,
+        "adapter.init loftq makes up for what quantising takes from the weights; set quantization.bits to 4, or "
+        "adapter.init to pissa or default.": init == "loftq" and bits != 4,
+        "adapter.init loftq needs the weights as they were before they were quantised, but this model is published in "
+        "4 bits; use its 16-bit version, or set adapter.init to default.": init == "loftq" and bits == 4 and is_stored,
+        "adapter.init loftq reads the unquantised weights from the model's files, and model.random_weights has none; "
+        "set adapter.init to default.": init == "loftq" and random_weights,
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
 def schedule_problems(train: sections.Train) -> list[str]:
     """Keys of the learning rate and the optimizer that contradict one another."""
     default = sections.Train.model_fields["decay_ratio"].default

@@ -70,6 +70,11 @@ class Adapter(Section):
     lora_plus_ratio: PositiveFloat = 1.0
     """Learning rate of the matrices B over that of the matrices A, which is train.learning_rate (LoRA+,
     arXiv:2402.12354, which finds 16 to be good, with a lower learning rate)."""
+    init: Literal["default", "pissa", "olora", "loftq"] = "default"
+    """What the two matrices start with. default: B is 0, so the adapter adds nothing. pissa: the largest directions of
+    each weight, which are taken off the frozen one (arXiv:2404.02948). olora: likewise the first columns of its QR
+    decomposition (arXiv:2406.01775). loftq: the largest directions of what each weight loses in 4 bits
+    (arXiv:2310.08659). pissa and olora are saved as an ordinary adapter of twice the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input. Values above 0 need more memory: each layer keeps its own copy of its input."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
@@ -82,6 +87,11 @@ class Adapter(Section):
     modules_to_save: list[str] = []
     """Modules that are trained in full and saved with the adapter, for example [embed_tokens, lm_head] to learn new
     tokens."""
+
+    @property
+    def is_nothing_at_first(self) -> bool:
+        """Whether the model that training begins with is the one that the adapter, when it is off, leaves."""
+        return self.type != "none" and self.from_ is None and self.init == "default"
 
     @model_validator(mode="before")
     @classmethod

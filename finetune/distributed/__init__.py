@@ -66,7 +66,7 @@ from finetune.distributed.strategy import (
     problems,
     was_restarted,
 )
-from finetune.distributed.weight_loading import loading, loading_device, whole_weights
+from finetune.distributed.weight_loading import counts, loading, loading_device, whole_weights
 
 __all__ = [
     "DTYPES",
@@ -76,6 +76,7 @@ __all__ = [
     "Strategy",
     "active_name",
     "compute_dtype",
+    "counts",
     "describe",
     "finish",
     "full_parameters",

@@ -1,4 +1,5 @@
-"""How a strategy affects loading: in partitions or whole, by which processes, and to which device."""
+"""How a strategy affects loading, and what is changed before it takes the model: in partitions or whole, by which
+processes, and to which device."""
 
 import contextlib
 import os
@@ -39,10 +40,13 @@ def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes
 
 
 @contextlib.contextmanager
-def whole_weights(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def whole_weights(parameters: Iterable[torch.nn.Parameter], *, writes: bool = False) -> Iterator[None]:
     """Within it weights of a model that is not prepared yet are whole, also where ZeRO-3 has partitioned them.
 
-    What changes in them is lost; a new weight can be made of them. Collective.
+    Collective.
+
+    Args:
+        writes: what the first process writes into them stays; else they are only read.
     """
     partitioned = list({id(each): each for each in parameters if hasattr(each, "ds_id")}.values())
     if not partitioned:
@@ -50,7 +54,7 @@ def whole_weights(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         return
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    with GatheredParameters(partitioned):
+    with GatheredParameters(partitioned, modifier_rank=0 if writes else None):
         yield
 
 
@@ -68,3 +72,14 @@ def loading(accelerator: Accelerator, strategy: Strategy, *, whole: bool, by_eve
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # where transformers looks
     with read_whole() if whole else contextlib.nullcontext():
         yield
+
+
+def counts(accelerator: Accelerator, strategy: Strategy, *, quantised: bool) -> bool:
+    """Whether what this process writes into a model that is not prepared yet stays.
+
+    All strategies give every process the first one's weights, when the model is prepared; but under FSDP each process
+    cuts its shards from its own, where Accelerate does not load on the first one alone, as of a model in 4 bits.
+    """
+    if accelerator.is_main_process:
+        return True
+    return strategy.is_fsdp and (quantised or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)

@@ -1,22 +1,26 @@
 """Exports the model or adapter of a checkpoint: the final/ folder of a run that ended there.
 
 No model is loaded: its modules are created without memory, and the trained weights are copied from the checkpoint, with
-the dtypes and names of a run's result.
+the dtypes and names of a run's result. But for an adapter that began as pissa or olora the base is read, and the start
+computed again, since the result is in terms of the base.
 """
 
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
 from finetune.config import sections
 from finetune.data.named_templates import NAMED
-from finetune.distributed import prepare_import
+from finetune.distributed import DTYPES, prepare_import
 from finetune.errors import InputError, refuse_if_any
-from finetune.models import adapter, new_tokens
+from finetune.models import adapter, adapter_start, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
@@ -55,7 +59,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     model = models.without_weights(new.grown(stored), False)
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:
-        _attach(model, config, new.rows)
+        _attach(model, config, models.stored_dtype(model.config), new.rows)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
@@ -63,12 +67,13 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         name.removeprefix(WEIGHTS): value if adapter_alone else value.to(dtype)
         for name, value in checkpoint.tensors(WEIGHTS + name for name in shapes)
     }
+    beginning = _beginning(checkpoint, config) if config["adapter"].get("init") in ("pissa", "olora") else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
     temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         if adapter_alone:
-            adapter.save(temporary, model, state)
+            adapter.save(temporary, model, state, beginning=beginning)
         else:
             model = cast(Any, model).to(dtype)  # what its config.json will tell
             models.stop_at(model, tokenizer.eos_token_id)
@@ -120,18 +125,50 @@ def _output_problems(folder: Path) -> list[str]:
     return []
 
 
-def _attach(model: models.PreTrainedModel, config: dict[str, Any], token_rows: Sequence[int]) -> None:
-    """Attach the run's adapter to a model; both without memory."""
-    named = config["model"]
-    adapter.attach(
-        model,
-        # what it continued from may be gone, and is in the checkpoint
-        sections.Adapter.model_validate(config["adapter"] | {"from": None}),
-        base=named["path"],
-        revision=named["revision"],
-        dtype=models.stored_dtype(model.config),
-        seed=config["train"]["seed"],
-        token_rows=token_rows,
+def _section(config: dict[str, Any]) -> sections.Adapter:
+    # what it continued from may be gone, and is in the checkpoint
+    return sections.Adapter.model_validate(config["adapter"] | {"from": None})
+
+
+def _attach(
+    model: models.PreTrainedModel, config: dict[str, Any], dtype: torch.dtype, token_rows: Sequence[int] = ()
+) -> None:
+    """Attach the run's adapter to a model; both may be without memory."""
+    named, seed = config["model"], config["train"]["seed"]
+    base = {"base": named["path"], "revision": named["revision"]}
+    adapter.attach(model, _section(config), **base, dtype=dtype, seed=seed, token_rows=token_rows)
+
+
+def _beginning(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the adapter began with, as the run computed it: of the same base, rounded as it was.
+
+    Raises:
+        InputError: if the base is another one by now.
+    """
+    named, run, seed = config["model"], checkpoint.contents["run"], config["train"]["seed"]
+    path, revision, random_weights = named["path"], named["revision"], named.get("random_weights", False)
+    if models.identity(path, revision=revision, weights=not random_weights) != run["data"]["base"]:
+        raise InputError(
+            f"The weights in {path} are not those that {checkpoint.path} was trained on, and its adapter is the "
+            "difference to them; restore the original."
+        )
+    dtype = torch.bfloat16 if config["train"]["weights"] == "bf16" else DTYPES[run["strategy"]["precision"]]
+    base = models.load_model(
+        path,
+        models.load_config(path, revision=revision, trust_remote_code=False),
+        revision=revision,
+        trust_remote_code=False,
+        attention="auto",
+        dtype=dtype,
+        seed=seed,
+        bits=None,
+        device=torch.device("cpu"),
+        random_weights=random_weights,
+    )
+    _attach(base, config, dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return adapter_start.start(
+        base, _section(config), files=[], device=device, whole=lambda _: nullcontext(), computes=True
     )
 
 

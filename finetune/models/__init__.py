@@ -4,7 +4,7 @@
 ``end_tokens`` (at which a model stops), ``initialisation`` (of random weights), ``recomputation`` (activation
 checkpointing), ``fused`` (norms and gated products), ``lora_forward``, ``new_tokens`` (that a chat template adds),
 ``token_rows`` (trained, of a frozen embedding), ``weight_files`` (headers, without PyTorch), ``model_config`` (a
-config.json, without PyTorch),
-``weights`` (whether they are the model's), ``quantization``, ``adapter``, ``continued_adapter``, ``attention``,
-``document_attention`` (without a GPU) and ``packing_support`` (documents that lie end to end), ``flops``.
+config.json, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,
+``adapter_start`` (what its matrices begin with), ``continued_adapter``, ``attention``, ``document_attention`` (without
+a GPU) and ``packing_support`` (documents that lie end to end), ``flops``.
 """

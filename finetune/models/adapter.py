@@ -5,6 +5,7 @@ sharding, generation and checkpointing see no wrapper. What is saved is PEFT's o
 ``PeftModel.from_pretrained``. PEFT takes seconds to import, so that each function does it when it needs it.
 """
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
 from finetune.errors import InputError, RunStopped, first_line
 from finetune.models import new_tokens
+from finetune.models.adapter_start import in_terms_of_base, twice_the_rank
 from finetune.models.token_rows import compute_apart
 
 PREFIX = "base_model.model."
@@ -148,23 +150,31 @@ def _tied_names(model: PreTrainedModel) -> set[str]:
     return names if model.config.get_text_config().tie_word_embeddings else set()
 
 
-def save(folder: Path, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+def save(
+    folder: Path,
+    model: PreTrainedModel,
+    trained: Mapping[str, torch.Tensor],
+    *,
+    beginning: Mapping[str, torch.Tensor] = {},
+) -> None:
     """Write adapter_model.safetensors and adapter_config.json, as ``PeftModel.from_pretrained`` reads them.
 
     Args:
         trained: whole value of each trained parameter, by its name in ``model``.
+        beginning: what ``adapter_start.start`` returned.
     """
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True)
-    every = {name: trained[first] for name, first in all_names(model).items()}
+    every = {name: in_terms_of_base(first, trained[first], beginning) for name, first in all_names(model).items()}
     state = get_peft_model_state_dict(model, state_dict=every, save_embedding_layers=False)
     # a tensor of its own under each name of a tied weight, as PEFT saves and expects it
     save_file({PREFIX + name: value.clone() for name, value in state.items()}, folder / WEIGHTS, FORMAT)
-    config: Any = model.peft_config["default"]
+    config: Any = copy.deepcopy(model.peft_config["default"])
     config.inference_mode = True
+    if beginning:
+        twice_the_rank(config)
     config.save_pretrained(folder)
-    config.inference_mode = False
 
 
 def all_names(model: torch.nn.Module) -> dict[str, str]:
@@ -182,6 +192,8 @@ def verify(
     model: torch.nn.Module,
     shapes: Mapping[str, tuple[int, ...]],
     live: Iterable[tuple[str, torch.Tensor]],
+    *,
+    beginning: Mapping[str, torch.Tensor] = {},
 ) -> None:
     """Read a saved adapter back and compare it with the model in memory.
 
@@ -189,6 +201,7 @@ def verify(
         shapes: of every trained parameter, taken before the model was sharded.
         live: name and whole value of each trained parameter, as the model computes with it: the saved masters, or
             those rounded to the precision of computation.
+        beginning: what ``adapter_start.start`` returned.
 
     Raises:
         RunStopped: if a tensor is missing, or has another shape or other values.
@@ -201,12 +214,13 @@ def verify(
         saved = {name: file.get_slice(name) for name in sorted(file.keys())}
         for name, value in live:
             compared.add(name)
+            expected = in_terms_of_base(name, torch.empty(shapes[name], device="meta"), beginning).shape
             for key in keys[name]:
                 if key not in saved:
                     wrong.append(f"{key} is missing")
-                elif tuple(saved[key].get_shape()) != shapes[name]:
-                    wrong.append(f"{key} has shape {tuple(saved[key].get_shape())} instead of {shapes[name]}")
-                elif not torch.equal(file.get_tensor(key).to(value), value):
+                elif tuple(saved[key].get_shape()) != expected:
+                    wrong.append(f"{key} has shape {tuple(saved[key].get_shape())} instead of {tuple(expected)}")
+                elif not torch.equal(file.get_tensor(key).to(value), in_terms_of_base(name, value, beginning)):
                     wrong.append(f"{key} differs from the model")
     wrong += [f"{name} was not compared" for name in shapes if name not in compared]
     wrong += [f"{key} is not in the model" for key in saved if key not in {k for own in keys.values() for k in own}]

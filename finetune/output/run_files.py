@@ -190,10 +190,16 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     own = [name for name in run["config"] if name not in Recipe.model_fields] or ["sft"]  # a recipe's own section
     tags = ", ".join([*own, "lora"] if is_adapter else own)
     library = "peft" if is_adapter else "transformers"
+    start = run["config"]["adapter"].get("init", "default")  # older runs have no such key
+    twice = (
+        f"- adapter: it began as {start}, and is an ordinary LoRA adapter of the base, of twice the configured rank\n"
+        if start in ("pissa", "olora")
+        else ""
+    )
     return (
         f"---\nbase_model: {base}\nlibrary_name: {library}\ntags: [{tags}]\n---\n\n"
         f"# {'Trained from random weights of the shape of' if is_random else 'Fine-tuned from'} {Path(base).name}\n\n"
-        f"- optimizer steps: {metrics['step']}\n{loss}"
+        f"- optimizer steps: {metrics['step']}\n{twice}{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
         f"precision {run['strategy']['precision']}\n\n{_answers(run.get('answers', []))}"
         f"{_with_new_tokens(base, run['new_tokens']) if is_adapter and 'new_tokens' in run else ''}"
@@ -250,6 +256,7 @@ def save_final(
     *,
     adapter_alone: bool,
     shapes: Mapping[str, tuple[int, ...]],
+    beginning: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     card: str | None,
     record: dict[str, Any],
@@ -264,6 +271,7 @@ def save_final(
         working: the same as the model computes with them.
         adapter_alone: save the adapter, not the model.
         shapes: of each trained parameter.
+        beginning: of an adapter, what ``adapter_start.start`` returned.
         dtype: of a saved model's weights, rounded once from the trained ones. An adapter is saved as it was trained.
         card: text of the model card; None on the other processes.
         record: the run's, as in run.yaml: it goes with the result.
@@ -280,7 +288,7 @@ def save_final(
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             if adapter_alone:
-                adapter.save(temporary, model, state)
+                adapter.save(temporary, model, state, beginning=beginning)
             else:
                 model.save_pretrained(temporary, state_dict=state)
                 model.config.dtype = dtype  # save_pretrained has written that of the model in memory
@@ -294,7 +302,7 @@ def save_final(
                 "checkpoint with --checkpoint.resume auto."
             ) from error
     if adapter_alone and card is not None:
-        adapter.verify(temporary, model, shapes, working)
+        adapter.verify(temporary, model, shapes, working, beginning=beginning)
     elif adapter_alone:
         for _ in working:
             pass

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import continued_adapter, fused, loading, lora_forward, new_tokens
+from finetune.models import adapter_start, continued_adapter, fused, loading, lora_forward, new_tokens, weights
 from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
@@ -23,17 +23,20 @@ def load_model(
     adapter: sections.Adapter,
     train: sections.Train,
     device: torch.device,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model with its adapter, not prepared yet; ZeRO-3 has partitioned its weights already.
 
     Args:
         device: of quantised weights.
 
+    Returns:
+        The model; and on the main process what ``adapter_start.start`` tells of the adapter.
+
     Raises:
         InputError: if the model cannot be loaded.
     """
     dtype = distributed.compute_dtype(launch, train.weights)
-    adapted = adapter.type != "none"
+    adapted, beginning = adapter.type != "none", dict[str, torch.Tensor]()
     with distributed.loading(
         accelerator,
         launch,
@@ -68,6 +71,14 @@ def load_model(
         )
         if adapter.from_:
             continued_adapter.load_values(model, adapter)
+        beginning = adapter_start.start(
+            model,
+            adapter,
+            files=weights.files(spec.section.path, spec.section.revision) if adapter.init == "loftq" else [],
+            device=accelerator.device,
+            whole=lambda weight: distributed.whole_weights([weight], writes=True),
+            computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
+        )
     if train.recomputes:
         recompute_activations(model, train.recomputed_layers)
     if spec.section.kernels == "auto":
@@ -75,7 +86,7 @@ def load_model(
         if adapted:
             lora_forward.write_once(model)
     take_losses(model)
-    return model
+    return model, beginning if accelerator.is_main_process else {}
 
 
 def build_optimizer(

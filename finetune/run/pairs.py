@@ -31,6 +31,8 @@ def pair_problems(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> list[str]:
         ),
         "dpo.reference adapter_off would compare with the model without the adapter that adapter.from names; set it to "
         "cached.": dpo.reference == "adapter_off" and cfg.adapter.from_ is not None,
+        f"dpo.reference adapter_off would compare with the model without what adapter.init {cfg.adapter.init} begins "
+        "with; set it to cached.": dpo.reference == "adapter_off" and cfg.adapter.init != "default",
         f"dpo.reference: {dpo.loss} has no reference; leave it out.": without and "reference" in given,
         f"dpo.label_smoothing belongs to the loss robust, and dpo.loss is {dpo.loss}; leave it out.": (
             dpo.label_smoothing > 0 and dpo.loss != "robust"
@@ -86,5 +88,5 @@ def preferences_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> Preferences
 
 
 def _reference_of(cfg: sections.Run, dpo: Dpo, launch: Strategy) -> str:
-    is_new_adapter = cfg.adapter.type != "none" and cfg.adapter.from_ is None
-    return reference_taken(dpo.compares_with, adapted=is_new_adapter, in_order=launch.gathers_in_order)
+    is_off_at_first = cfg.adapter.is_nothing_at_first
+    return reference_taken(dpo.compares_with, adapted=is_off_at_first, in_order=launch.gathers_in_order)

@@ -16,6 +16,7 @@ from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import adapter_file, sections
 from finetune.config.refusals import (
+    adapter_init_problems,
     batch_problems,
     position_problems,
     question_problems,
@@ -30,6 +31,7 @@ from finetune.data.sources import Source
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import (
+    adapter_start,
     continued_adapter,
     loading,
     new_tokens,
@@ -86,11 +88,12 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         model_problems(spec, cfg.data, dtype)
         + new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
+        + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
     )
     skeleton = spec.skeleton
     refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
-        weight_files(spec)
+        weight_files(spec, cfg.adapter)
     if cfg.adapter.type != "none":
         refuse_if_any(
             adapters.problems(
@@ -104,6 +107,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         )
         new = spec.new_tokens
         refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
+        refuse_if_any(adapter_start.problems(skeleton, cfg.adapter, files=None))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         asking.get_ready()
     return spec
@@ -122,8 +126,14 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
         + task_problems(cfg.eval.tasks)
         + scoring_problems(cfg.eval.tasks)
         + unused_adapter_keys(cfg.adapter)
+        + _init_problems(cfg, cfg.quantization.bits, is_stored=False)
         + schedule_problems(cfg.train)
     )
+
+
+def _init_problems(cfg: sections.Run, bits: int | str, *, is_stored: bool) -> list[str]:
+    random_weights = cfg.model.random_weights
+    return adapter_init_problems(cfg.adapter, bits, is_stored=is_stored, random_weights=random_weights)
 
 
 def folder_problems(cfg: sections.Run) -> list[str]:
@@ -183,16 +193,18 @@ def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> 
     return found
 
 
-def weight_files(spec: ModelSpec) -> list[Path]:
+def weight_files(spec: ModelSpec, adapter: sections.Adapter) -> list[Path]:
     """The files of the model's weights, which belong to it by their headers; none where random ones are drawn.
 
     Raises:
-        InputError: if files are missing, damaged or those of another model.
+        InputError: if files are missing, damaged or those of another model, or not what the adapter's start needs.
     """
     if spec.section.random_weights:
         return []
     files = weights.files(spec.section.path, spec.section.revision)
     refuse_if_any(weights.problems(spec.stored_skeleton, files))
+    if adapter.init == "loftq":
+        refuse_if_any(adapter_start.problems(spec.skeleton, adapter, files))
     return files
 
 

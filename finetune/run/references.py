@@ -46,6 +46,8 @@ def know_references(session: Session) -> None:
     ]
     if session.cfg.adapter.from_:  # what it begins with is part of the reference
         key.append([continued_adapter.identity(session.cfg.adapter), session.cfg.adapter.alpha])
+    if session.cfg.adapter.init != "default":
+        key.append(session.cfg.adapter.model_dump())
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"
     known = broadcast_object_list([_read(file, answers) if is_main else None])[0]
     open_answers = int(np.isnan(known).sum())

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
@@ -80,12 +81,14 @@ def write(
     *,
     adapter_alone: bool,
     shapes: dict[str, tuple[int, ...]],
+    beginning: dict[str, torch.Tensor],
 ) -> None:
     """Write run.yaml and final/; collective.
 
     Args:
         metrics: of the last step.
         shapes: of each trained parameter.
+        beginning: what the main process got from ``adapter_start.start``.
 
     Raises:
         RunStopped: if what was written is not what was trained, or nothing could be written.
@@ -102,6 +105,7 @@ def write(
             distributed.working_parameters(accelerator, model),
             adapter_alone=adapter_alone,
             shapes=shapes,
+            beginning=beginning,
             dtype=spec.stored_dtype,
             card=run_files.model_card(spec.section.path, written, metrics) if is_main else None,
             record=written,

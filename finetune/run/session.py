@@ -107,7 +107,7 @@ class Session:
             InputError: if the run cannot fit, its folder is taken, or the processes read different data.
         """
         planned = plan_of(self.cfg, self.launch, self.spec, self.batches)
-        files = weight_files(self.spec)
+        files = weight_files(self.spec, self.cfg.adapter)
         with ExitStack() as stack:
             if is_first_process():  # one run at a time works in a folder
                 stack.enter_context(checkpoint.hold(self.folder))
@@ -153,11 +153,11 @@ class Session:
         Raises:
             InputError: if it cannot be loaded, is not the checkpoint's, or its checkpoints have no room on the disk.
         """
-        cfg, train = self.cfg, self.cfg.train
-        device = distributed.loading_device(self.accelerator, self.launch, self.spec.quantised_bytes)
+        cfg, train, launched = self.cfg, self.cfg.train, (self.accelerator, self.launch)
+        device = distributed.loading_device(*launched, self.spec.quantised_bytes)
         if device != self.accelerator.device:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
-        model = model_setup.load_model(self.accelerator, self.launch, self.spec, cfg.adapter, train, device)
+        model, self.beginning = model_setup.load_model(*launched, self.spec, cfg.adapter, train, device)
         loading.stop_at(model, self.tokenizer.eos_token_id)
         self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed, fillers=1 + self.batches.paired)
         self.trained_shapes = distributed.trained_shapes(model)
@@ -391,7 +391,7 @@ class Session:
         )
         adapter_alone = self.cfg.adapter.type != "none"
         written = self.folder, self.accelerator, self.model, self.tokenizer, self.spec, self.record, metrics
-        result.write(*written, adapter_alone=adapter_alone, shapes=self.trained_shapes)
+        result.write(*written, adapter_alone=adapter_alone, shapes=self.trained_shapes, beginning=self.beginning)
         self._training.close()
         result.tell(self.screen, self.folder, self.record, self.plan, adapter_alone=adapter_alone)
         if self.cfg.log.report and self.accelerator.is_main_process:

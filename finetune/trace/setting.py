@@ -186,6 +186,6 @@ def _frozen(value: Any) -> Any:
 
 
 def _reference_of(cfg: PairedRun) -> str:
-    """``dpo.reference``; an adapter that training goes on from is part of it, and off is not what it began with."""
-    is_continued = cfg.adapter.from_ is not None
-    return "cached" if is_continued and cfg.dpo.compares_with == "auto" else cfg.dpo.compares_with
+    """``dpo.reference``; what an adapter is at first is part of it, and off is not what it began with."""
+    is_something = cfg.adapter.type != "none" and not cfg.adapter.is_nothing_at_first
+    return "cached" if is_something and cfg.dpo.compares_with == "auto" else cfg.dpo.compares_with

@@ -13,7 +13,13 @@ from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import STRATEGIES
 from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
-from finetune.config.refusals import batch_problems, packing_problems, planner_problems, position_problems
+from finetune.config.refusals import (
+    adapter_init_problems,
+    batch_problems,
+    packing_problems,
+    planner_problems,
+    position_problems,
+)
 from finetune.config.token_budget import budget_problems, in_rows
 from finetune.data import named_templates
 from finetune.errors import InputError, refuse_if_any
@@ -142,7 +148,7 @@ def asked(
         batch = -(-batch // machines.world_size) * machines.world_size
         flags["train.global_batch_size"] = str(batch)
         notes.append(f"Assuming {batch} rows per step, which {machines.world_size} GPUs can share.")
-    methods = _methods(read, options, model, is_open=config_file(arguments) is None)
+    methods = _possible(read, model, _methods(read, options, model, is_open=config_file(arguments) is None))
     refuse_if_any(_contradictions(read, options, batch))
     read = replace(read, flat=_is_flat(read, model))
     positions = model.anatomy.positions
@@ -238,6 +244,27 @@ def _precision(options: Options, machines: Machines) -> tuple[str, tuple[str, ..
     if precision_problem(machines.gpu, "bf16") is None:
         return "bf16", ()
     return "fp16", (f"{machines.gpu.name} does not support bf16; fp16 is used instead.",)
+
+
+def _possible(read: _Read, model: Model, methods: tuple[Method, ...]) -> tuple[Method, ...]:
+    """Those for which there is the start that adapter.init asks for.
+
+    Raises:
+        InputError: if it is for none.
+    """
+    random_weights, is_stored = read.cfg.model.random_weights, model.published_bits is not None
+    problems = [
+        adapter_init_problems(
+            read.cfg.adapter.model_copy(update={"type": method.adapter}),
+            method.bits,
+            is_stored=is_stored,
+            random_weights=random_weights,
+        )
+        for method in methods
+    ]
+    if all(problems):
+        refuse_if_any(problems[0])
+    return tuple(method for method, found in zip(methods, problems, strict=True) if not found)
 
 
 def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
