@@ -196,7 +196,10 @@ class _State:
         kinds = [
             (Trained(math.prod(s), s[0] if len(s) > 1 else 1, width), n) for s, n in llama.trained(setting).items()
         ]
-        state = sum(n * sum(state_tensors(setting.optimizer, setting.weights, one)) for one, n in kinds)
+        state = sum(
+            n * sum(state_tensors(setting.optimizer, setting.weights, one, averages=setting.averages))
+            for one, n in kinds
+        )
         masters = width * self.trained if own < width else 0
         self.optimizer = (state + masters) / place.optimizer_shards
         is_cast = place.framework in ("plain", "replicated") and width == 4  # under autocast

@@ -419,8 +419,8 @@ def test_adapter_that_is_not_the_trained_one_is_an_error_at_save_time(
 ):
     save = adapter.save
 
-    def wrong(folder: Path, model: Any, trained: Any) -> None:
-        save(folder, model, trained)
+    def wrong(folder: Path, model: Any, trained: Any, **kwargs: Any) -> None:
+        save(folder, model, trained, **kwargs)
         state = BUGS[bug](load_file(folder / adapter.WEIGHTS))
         save_file(state, folder / adapter.WEIGHTS, adapter.FORMAT)
 

@@ -56,6 +56,17 @@ def test_profile_is_of_so_many_steps_from_the_third_on(made: int, shown: list[in
     ]
 
 
+def test_a_profile_that_cannot_be_written_is_a_line_and_training_goes_on(tmp_path: Path):
+    said, file = list[str](), tmp_path / "profile.json.gz"
+    file.symlink_to("/dev/full")
+    with profiled(1, tmp_path, said.append) as step_is_over:
+        for _ in range(6):
+            torch.ones(2)
+            step_is_over()
+    assert said == [f"log.profile: {file} cannot be written (No space left on device), so there is no profile"]
+    assert not file.is_symlink()
+
+
 def test_a_profiled_run_is_the_same_run_with_a_trace_of_its_step(
     model_folder: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -46,6 +46,7 @@ SETTINGS = {
     "full, checkpointed": replace(SETTING, activation_checkpointing=True),
     "full, bf16": replace(SETTING, weights="bf16"),
     "full, bf16, 8-bit optimizer": replace(SETTING, weights="bf16", optimizer="adamw_8bit"),
+    "full, bf16, averaged": replace(SETTING, weights="bf16", averages=True),
     "full, fp32": replace(SETTING, precision="no"),
     "lora": replace(SETTING, adapter="lora"),
     "lora, checkpointed": replace(SETTING, adapter="lora", activation_checkpointing=True),
@@ -141,6 +142,13 @@ def test_optimizer_state_is_twice_the_masters():
     steps = 21 * 4  # a counter for each tensor
     assert trace.held.categories["optimizer"] == 2 * 4 * parameters + steps
     assert trace.phases["step"].categories["gradients"] == 4 * parameters
+
+
+def test_averages_are_state_of_the_optimizer_as_large_as_the_masters():
+    averaged, plain = (exact(replace(SETTING, averages=each)).held.categories for each in (True, False))
+    steps = 21 * 4
+    assert averaged["optimizer"] == plain["optimizer"] + (plain["optimizer"] - steps) / 2
+    assert {name for name in plain if plain[name] != averaged[name]} == {"optimizer"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

@@ -228,17 +228,19 @@ def test_a_result_is_uploaded_with_its_card_and_nothing_else_of_its_folder(
 
 
 def test_an_adapter_is_uploaded_and_a_base_that_only_this_machine_has_is_told(
-    hub: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    for base, told in (("/here/model", True), ("owner/model", False)):
-        adapter = tmp_path / str(told)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    for base, told in (("/here/model", True), ("runs/model", True), ("owner/model", False)):
+        adapter = tmp_path / base.replace("/", "-")
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
         (adapter / "adapter_model.safetensors").write_bytes(b"x")
         (adapter / "README.md").write_text(f"---\nbase_model: {base}\n---\n")
         assert commands.main(["export", str(adapter), "--push", "me/mine", "--public"]) == 0
-        assert ("names its base by a folder of this machine, /here/model" in capsys.readouterr().err) is told
-        assert (b"base_model: owner/model" in hub.files["README.md"]) is not told
+        assert (f"names its base by a folder of this machine, {base}" in capsys.readouterr().err) is told
+        assert (b"base_model: " in hub.files["README.md"]) is not told
         assert hub.made["private"] is False
 
 

@@ -408,7 +408,7 @@ def test_a_run_whose_best_checkpoint_is_missing_has_a_result_all_the_same(tmp_pa
     PartialState()
     section, launch = sections.Eval(keep_best=True), Strategy("single", 0, 1, 1, "no", True)
     progress, last, said = after(section, 2.0, 3.0), {"step": 2, "eval_loss": 3.0}, list[str]()
-    parts: Any = (None, None, None)
+    parts: Any = (None, None)
     assert improvement.take_best(tmp_path, launch, *parts, progress, last, say=said.append) == last
     assert "after step 1, cannot be read" in said[0]
     assert "those of the last step, 2" in said[0]

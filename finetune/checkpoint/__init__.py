@@ -13,7 +13,7 @@ partitions, which are ranges of flattened tensors.
 from finetune.checkpoint.folder import hold
 from finetune.checkpoint.looking import chosen, describe_newest, is_own, look_for, room_problems
 from finetune.checkpoint.reader import Checkpoint, newest, open_checkpoint
-from finetune.checkpoint.run_state import restore, save
+from finetune.checkpoint.run_state import restore, restore_weights, save
 from finetune.checkpoint.saver import Saver
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "newest",
     "open_checkpoint",
     "restore",
+    "restore_weights",
     "room_problems",
     "save",
 ]

@@ -93,6 +93,13 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
         if before.get(key) != after.get(key) and (key in before or key not in LATER)
     }
     found = [f"{changed[key]}: {why}; set it back, or {ANEW}" for key, why in SAME_RUN.items() if key in changed]
+    decays = [each.get("train.ema_decay", 0.0) for each in (before, after)]  # older runs have none
+    if bool(decays[0]) != bool(decays[1]):
+        what = "averages of its weights, which were evaluated" if decays[0] else "no averages of its weights"
+        found.append(
+            f"train.ema_decay was {decays[0]:g} in {checkpoint.path} and is {decays[1]:g} now, but the checkpoint has "
+            f"{what}; set it back, or {ANEW}"
+        )
     rounded = checkpoint.contents["run"]["strategy"]["precision"]
     if rounded != precision and now["adapter"]["type"] != "none":
         found.append(
@@ -227,10 +234,11 @@ def _rates(train: Mapping[str, Any], total_steps: int, steps: int) -> list[float
     return [learning_rate(step, total_steps, section) for step in range(1, steps + 1)]
 
 
-def bytes_of(shapes: Mapping[str, tuple[int, ...]], *, optimizer: str, weights: str) -> int:
+def bytes_of(shapes: Mapping[str, tuple[int, ...]], train: Train) -> int:
     """Approximate bytes of a checkpoint's tensors: each trained weight and its optimizer state."""
-    weight_bytes = 2 if weights == "bf16" else 4
-    return sum(map(math.prod, shapes.values())) * (weight_bytes + state_bytes_of_weight(optimizer, weight_bytes))
+    weight_bytes = 2 if train.weights == "bf16" else 4
+    state = state_bytes_of_weight(train.optimizer, weight_bytes, averages=train.averages)
+    return sum(map(math.prod, shapes.values())) * (weight_bytes + state)
 
 
 def _flat(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -59,12 +59,35 @@ def restore(
         InputError: if the checkpoint does not contain what this run trains.
     """
     if weights_only:
-        pieces = distributed.pieces(strategy, model, optimizer)
-        checkpoint.fill(piece for piece in pieces if piece.name.startswith("weights/"))
+        restore_weights(checkpoint, strategy, model, optimizer)
     else:
         distributed.make_optimizer_state(model, optimizer)
         checkpoint.fill(distributed.pieces(strategy, model, optimizer))
         distributed.set_optimizer_steps(strategy, model, optimizer, checkpoint.contents["optimizer_steps"])
-    distributed.sync_compute_weights(model)
+        distributed.sync_compute_weights(model)
     if checkpoint.contents["loss_scale"] is not None:
         distributed.restore_loss_scale(accelerator, model, checkpoint.contents["loss_scale"])
+
+
+def restore_weights(
+    checkpoint: Checkpoint,
+    strategy: distributed.Strategy,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    averages: bool = False,
+) -> None:
+    """Restore the trained weights of a prepared model, and no state of its optimizer but their averages; collective.
+
+    Args:
+        averages: restore them too; both then are those of the checkpoint.
+
+    Raises:
+        InputError: if the checkpoint does not contain what this run trains.
+    """
+    if averages:
+        distributed.make_optimizer_state(model, optimizer)
+    prefixes = (distributed.WEIGHTS, distributed.AVERAGES) if averages else (distributed.WEIGHTS,)
+    pieces = distributed.pieces(strategy, model, optimizer)
+    checkpoint.fill(piece for piece in pieces if piece.name.startswith(prefixes))
+    distributed.sync_compute_weights(model)

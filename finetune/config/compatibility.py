@@ -132,6 +132,16 @@ def reference_problems(strategy: str, reference: str) -> list[str]:
     ]
 
 
+def averaging_problems(strategy: str, *, averages: bool) -> list[str]:
+    """Why a run cannot keep averages of its weights."""
+    if not averages or strategy != "zero3_nvme":
+        return []
+    return [
+        f"train.ema_decay exchanges weights and their averages in memory, but {strategy} keeps them on disk; set it to "
+        "0, or use the strategy file zero3_offload."
+    ]
+
+
 def cells() -> list[Cell]:
     """Every combination."""
     return [Cell(s, b, a, o) for s in STRATEGIES for b in BITS for a in ADAPTERS for o in OPTIMIZERS]

@@ -213,6 +213,10 @@ class Train(Section):
     """adamw: fused on a GPU, 8 bytes of state per trained weight. adamw_8bit: 2 bytes. paged_adamw_8bit: the same,
     moved to host memory when the GPU is full. lion_8bit: 1 byte; use a third to a tenth of AdamW's learning rate.
     adafactor: one row and one column of state per matrix. sgd: no state, no momentum."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Average the trained weights over the steps (Polyak averaging, arXiv:1803.05407), and evaluate and save the
+    averages: each step keeps this share of them, for example 0.999, and the first steps of a run less. 4 bytes of state
+    more per trained weight; the training itself does not change. 0: no averages."""
     weights: Literal["fp32_master", "bf16"] = "fp32_master"
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision. bf16:
     weights, gradients and optimizer state in bf16, for half the memory. AdamW then rounds its updates stochastically,
@@ -243,6 +247,11 @@ class Train(Section):
         if isinstance(self.activation_checkpointing, int):
             return self.activation_checkpointing
         return None if self.recomputes else 0
+
+    @property
+    def averages(self) -> bool:
+        """Whether averages of the weights are kept, and are the result."""
+        return self.ema_decay > 0
 
 
 class Checkpoint(Section):

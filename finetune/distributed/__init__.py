@@ -4,10 +4,11 @@
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``flat_shards`` (which elements of a
 parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
-store them), ``remembered_weights`` (the trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to
-resume with), ``interruption`` (signals, lost processes), ``long_timeout`` (collectives that wait), ``deepspeed_ops``
-(DeepSpeed's C++ operations, built once), ``built_operations`` (whether they are built), ``launch_environment`` (the
-environment of a strategy file, for notebooks and tests), ``launcher`` (the processes of ``finetune train``).
+store them), ``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the
+trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals,
+lost processes), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once),
+``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file, for notebooks
+and tests), ``launcher`` (the processes of ``finetune train``).
 Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
@@ -39,6 +40,7 @@ from finetune.distributed.active import (
     trained_shapes,
     working_parameters,
 )
+from finetune.distributed.averaged_weights import AVERAGES, averaged_weights
 from finetune.distributed.deepspeed_ops import prepare_import
 from finetune.distributed.gpus import machines_of
 from finetune.distributed.interruption import Interruption, name_of
@@ -47,6 +49,7 @@ from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
 from finetune.distributed.remembered_weights import RememberedWeights
 from finetune.distributed.setup import finish, leave, prepare, start
 from finetune.distributed.sharded_state import (
+    WEIGHTS,
     Piece,
     make_optimizer_state,
     optimizer_steps,
@@ -69,12 +72,15 @@ from finetune.distributed.strategy import (
 from finetune.distributed.weight_loading import counts, loading, loading_device, whole_weights
 
 __all__ = [
+    "AVERAGES",
     "DTYPES",
+    "WEIGHTS",
     "Interruption",
     "Piece",
     "RememberedWeights",
     "Strategy",
     "active_name",
+    "averaged_weights",
     "compute_dtype",
     "counts",
     "describe",

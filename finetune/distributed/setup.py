@@ -26,9 +26,11 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
+from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
 from finetune.errors import InputError
 from finetune.hardware import cores
+from finetune.optim.averaging import keep_averages
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that DeepSpeed reduces at a time. Its default of 500 million takes gigabytes of each GPU, even for
@@ -238,6 +240,7 @@ def prepare(
     with _without_chatter():
         model, optimizer = accelerator.prepare(model, optimizer)
     prove_active(accelerator, strategy, model, optimizer)
+    keep_averages(inner_optimizer(model, optimizer))  # now: Accelerate may have put another one in its place
     return model, optimizer
 
 

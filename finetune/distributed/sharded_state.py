@@ -22,10 +22,14 @@ from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
 from finetune.distributed.sharding import engine_of, reshard
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
+from finetune.optim.averaging import AVERAGED_STEPS
 from finetune.optim.optimizer import state_of
 from finetune.optim.rounding import local_shard
 
-LEFT_OUT = ("step", "RMS", "qmap1", "qmap2")
+WEIGHTS = "weights/"
+STEPS = ("step", AVERAGED_STEPS)
+"""State entries that count steps; both have the same value, and SGD has only the second."""
+LEFT_OUT = (*STEPS, "RMS", "qmap1", "qmap2")
 """State entries that are not pieces: steps are saved by ``optimizer_steps``, the others are computed."""
 
 
@@ -55,11 +59,11 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         model, optimizer: as ``prepare`` returned them.
     """
     reshard(model)
-    inner = _inner(model, optimizer)
+    inner = inner_optimizer(model, optimizer)
     for shard in flat_shards(strategy, model, values=True):
         first, end = shard.offset, shard.offset + shard.count
         values = _flat(shard.holder)[first:end]
-        yield _piece(strategy, f"weights/{shard.name}", shard.shape, shard.begin, values)
+        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values)
         state = state_of(inner, shard.holder)
         for key, value in state.items():
             if key not in LEFT_OUT:
@@ -96,7 +100,7 @@ def make_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimize
     It takes a step with zero gradients and zero learning rate, so each optimizer creates its state in its own way.
     Training continues from it exactly as without state.
     """
-    inner, zero = _inner(model, optimizer), _zero(model)
+    inner, zero = inner_optimizer(model, optimizer), _zero(model)
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
         group["lr"] = 0.0
@@ -131,7 +135,10 @@ def _step_on_zeros(inner: torch.optim.Optimizer, holders: list[torch.Tensor], st
 
 def optimizer_steps(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Name and optimizer steps of each parameter of which this process holds a part."""
-    return {name: int(state["step"]) for name, state in _counted(strategy, model, optimizer)}
+    return {
+        name: int(next(state[key] for key in STEPS if key in state))
+        for name, state in _counted(strategy, model, optimizer)
+    }
 
 
 def set_optimizer_steps(
@@ -151,7 +158,7 @@ def set_optimizer_steps(
     for name, state in counted.items():
         _set_step(state, steps[name])
     if engine_of(model):
-        _multiply_powers(_inner(model, optimizer), max((steps[name] for name in counted), default=0))
+        _multiply_powers(inner_optimizer(model, optimizer), max((steps[name] for name in counted), default=0))
 
 
 def _multiply_powers(inner: torch.optim.Optimizer, steps: int) -> None:
@@ -171,18 +178,19 @@ def _multiply_powers(inner: torch.optim.Optimizer, steps: int) -> None:
 def _counted(
     strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    inner = _inner(model, optimizer)
+    inner = inner_optimizer(model, optimizer)
     for shard in flat_shards(strategy, model, values=False):
         state = state_of(inner, shard.holder)
-        if "step" in state:
+        if any(key in state for key in STEPS):
             yield shard.name, state
 
 
 def _set_step(state: dict[str, Any], step: int) -> None:
-    if isinstance(state.get("step"), torch.Tensor):
-        state["step"].fill_(step)
-    elif "step" in state:
-        state["step"] = step
+    for key in STEPS:
+        if isinstance(state.get(key), torch.Tensor):
+            state[key].fill_(step)
+        elif key in state:
+            state[key] = step
 
 
 @torch.no_grad()
@@ -205,7 +213,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return local_shard(tensor.detach()).view(-1)
 
 
-def _inner(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+def inner_optimizer(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that steps, without Accelerate's wrapper and DeepSpeed's."""
     zero = _zero(model)
     return optimizer.optimizer if zero is None else zero.optimizer

@@ -1,8 +1,8 @@
 """Exports the model or adapter of a checkpoint: the final/ folder of a run that ended there.
 
-No model is loaded: its modules are created without memory, and the trained weights are copied from the checkpoint, with
-the dtypes and names of a run's result. But for an adapter that began as pissa or olora the base is read, and the start
-computed again, since the result is in terms of the base.
+No model is loaded: its modules are created without memory, and the trained weights, or the averages that a run keeps of
+them, are copied from the checkpoint, with the dtypes and names of a run's result. But for an adapter that began as
+pissa or olora the base is read, and the start computed again, since the result is in terms of the base.
 """
 
 import os
@@ -18,14 +18,12 @@ from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
 from finetune.config import sections
 from finetune.data.named_templates import NAMED
-from finetune.distributed import DTYPES, prepare_import
+from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter, adapter_start, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
-
-WEIGHTS = "weights/"
 
 
 def export(path: Path, folder: Path) -> dict[str, Any]:
@@ -63,10 +61,12 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
-    state = {
-        name.removeprefix(WEIGHTS): value if adapter_alone else value.to(dtype)
-        for name, value in checkpoint.tensors(WEIGHTS + name for name in shapes)
-    }
+    averaged = bool(config["train"].get("ema_decay"))  # older runs have no such key
+    state = {}
+    for name, value in checkpoint.tensors((AVERAGES if averaged else WEIGHTS) + name for name in shapes):
+        bare = name.removeprefix(AVERAGES if averaged else WEIGHTS)
+        trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
+        state[bare] = trained if adapter_alone else trained.to(dtype)
     beginning = _beginning(checkpoint, config) if config["adapter"].get("init") in ("pissa", "olora") else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
     temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
@@ -93,14 +93,16 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
         "kind": "adapter" if adapter_alone else "model",
+        "averaged": averaged,
         "parameters": parameters,
     }
 
 
 def describe(result: dict[str, Any]) -> str:
     """The result as text."""
+    what = f"averaged {result['kind']}" if result["averaged"] else result["kind"]
     return (
-        f"Exported the {result['kind']} of step {result['step']} to {result['folder']}\n"
+        f"Exported the {what} of step {result['step']} to {result['folder']}\n"
         f"  {result['parameters']:,} parameters, from {result['checkpoint']}"
     )
 

@@ -83,7 +83,12 @@ def local_base_of(result: Result) -> str | None:
     """The folder that an adapter names as its base; None for an id on the hub, and for a model."""
     file = result.folder / "adapter_config.json"
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.is_file() else None
-    return str(base) if base and not _ID.fullmatch(str(base)) else None
+    return str(base) if base and _is_folder(str(base)) else None
+
+
+def _is_folder(base: str) -> bool:
+    """Whether a name is that of a folder here. runs/model could be an id too: transformers takes the folder."""
+    return not _ID.fullmatch(base) or Path(base).is_dir()
 
 
 def card_of(result: Result) -> str:
@@ -91,6 +96,6 @@ def card_of(result: Result) -> str:
     file = result.folder / CARD
     text = file.read_text(encoding="utf-8") if file.is_file() else f"# {result.folder.resolve().name}\n"
     base = _BASE.search(text)
-    if base and not _ID.fullmatch(base[0].partition(":")[2].strip()):
+    if base and _is_folder(base[0].partition(":")[2].strip()):
         text = _BASE.sub("", text, count=1)
     return text

@@ -31,6 +31,7 @@ def build_optimizer(
     decay_embeddings: bool = True,
     layer_decay: float = 1.0,
     lora_plus_ratio: float = 1.0,
+    ema_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, over the trained parameters of a model.
 
@@ -45,6 +46,7 @@ def build_optimizer(
         betas: None for the defaults of the optimizer.
         decay_embeddings: whether embeddings decay too, and an output head that shares their weights.
         layer_decay, lora_plus_ratio: see ``optim.rate_scales``.
+        ema_decay: of averages that a strategy's preparation has the optimizer keep (``optim.averaging``); 0 for none.
     """
     kinds: dict[torch.nn.Parameter, tuple[str, float]] = {}  # tied weights are met twice
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -64,6 +66,7 @@ def build_optimizer(
             "weight_decay": decay,
             "state_bits": bits,
             "lr_scale": scale,
+            "ema_decay": ema_decay,
         }
         for kind, decay, bits in (("decayed", weight_decay, 8), ("kept", 0.0, 8), ("vector", 0.0, 32))
         for scale in sorted(set(scale_of.values()), reverse=True)
@@ -97,20 +100,20 @@ def _names_of_embeddings(model: torch.nn.Module) -> Iterator[str]:
             yield f"{name}.trainable_tokens_delta.default"
 
 
-def state_bytes(model: torch.nn.Module, name: str) -> int:
+def state_bytes(model: torch.nn.Module, name: str, *, averages: bool = False) -> int:
     """Bytes of state on the GPU that an optimizer makes at its first step, for this process's part of the weights.
 
-    The state of paged_adamw_8bit moves to the host when the device is full.
+    The state of paged_adamw_8bit moves to the host when the device is full, but for averages.
     """
     shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
     held = [shard for shard in shards if shard.device.type == "cuda"]  # state lies with its weights
-    stays = not name.startswith("paged")
-    return sum(shard.numel() * state_bytes_of_weight(name, shard.element_size()) for shard in held) if stays else 0
+    kept = "sgd" if name.startswith("paged") else name  # without state of its own that stays
+    return sum(shard.numel() * state_bytes_of_weight(kept, shard.element_size(), averages=averages) for shard in held)
 
 
-def state_bytes_of_weight(name: str, weight_bytes: int) -> int:
+def state_bytes_of_weight(name: str, weight_bytes: int, *, averages: bool = False) -> int:
     """Bytes of an optimizer's state for a weight of so many bytes; 8-bit state without its scales, 1.6 % more."""
-    return MOMENTS.get(name, 0) * (1 if name in EIGHT_BIT else weight_bytes)
+    return MOMENTS.get(name, 0) * (1 if name in EIGHT_BIT else weight_bytes) + (4 if averages else 0)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:

@@ -18,8 +18,12 @@ class Trained:
     """Bytes of an element of the weight that is stepped on."""
 
 
-def state_tensors(optimizer: str, weights: str, trained: Trained) -> list[float]:
-    """Bytes of each tensor that the optimizer remembers of a weight, on the GPU."""
+def state_tensors(optimizer: str, weights: str, trained: Trained, *, averages: bool = False) -> list[float]:
+    """Bytes of each tensor that the optimizer remembers of a weight, on the GPU, and of its average if that is kept."""
+    return _moments(optimizer, weights, trained) + ([4.0 * trained.elements] if averages else [])
+
+
+def _moments(optimizer: str, weights: str, trained: Trained) -> list[float]:
     n, is_matrix = trained.elements, trained.rows > 1
     if optimizer == "adamw":
         counter = [] if weights == "bf16" else [4.0]

@@ -185,6 +185,8 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     if "exact_match" in run:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
     loss += "".join(f"- {line}\n" for line in describe_tasks(run.get("tasks", {})))
+    if decay := run["config"]["train"].get("ema_decay"):  # older runs have no such key
+        loss += f"- weights: averages over the steps, of which each keeps {decay:g}\n"
     is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
     own = [name for name in run["config"] if name not in Recipe.model_fields] or ["sft"]  # a recipe's own section

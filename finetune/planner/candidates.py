@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from finetune.config.compatibility import bf16_weights_problems, reference_problems, refusal
+from finetune.config.compatibility import averaging_problems, bf16_weights_problems, reference_problems, refusal
 from finetune.config.refusals import recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
@@ -84,6 +84,7 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
         or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
+        or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
     )
 
 

@@ -131,12 +131,14 @@ def reference_bytes(step: Step, setting: Setting) -> int:
 def checkpoint_bytes(step: Step, setting: Setting) -> int:
     """Of one checkpoint on disk, of all processes: each trained weight and the optimizer's state for it."""
     optimizer = setting.optimizer.removeprefix("paged_")
+    kinds = trained_weights(step, setting)
     return math.ceil(
-        sum(
-            count * (one.width * one.elements + sum(state_tensors(optimizer, setting.weights, one)))
-            for one, count in trained_weights(step, setting)
-        )
+        sum(count * (one.width * one.elements + _state_bytes(optimizer, setting, one)) for one, count in kinds)
     )
+
+
+def _state_bytes(optimizer: str, setting: Setting, one: Trained) -> float:
+    return sum(state_tensors(optimizer, setting.weights, one, averages=setting.averages))
 
 
 def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
@@ -181,7 +183,7 @@ def _held_by_zero(step: Step, anatomy: Anatomy, setting: Setting, place: Placeme
     if place.optimizer_on == "disk":
         swapped = width * SWAP_BUFFERS["weights"] * anatomy.largest_parameter
         return kept * trained + swapped + kept * SWAP_BUFFERS["optimizer"] * min(trained, 1e9)
-    state = sum(count * sum(state_tensors(setting.optimizer, setting.weights, one)) for one, count in kinds)
+    state = sum(count * _state_bytes(setting.optimizer, setting, one) for one, count in kinds)
     frozen = anatomy.parameters - (trained * place.optimizer_shards if setting.adapter == "none" else 0)
     weights = trained + frozen / place.weight_shards
     return width * weights + 3 * kept * trained + state / place.optimizer_shards

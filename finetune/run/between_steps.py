@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch.profiler import profile, schedule
@@ -42,23 +42,30 @@ def profiled(steps: int, folder: Path, say: Callable[[str], None]) -> Iterator[C
 
     Args:
         folder: in which ``PROFILE`` is written.
-        say: called once it is written, or if there was nothing to write.
+        say: called once it is written, or if it cannot be, or if there was nothing to write. Training goes on.
 
     Yields:
         To be called after each step.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints where it starts and stops
-    file, written = folder / PROFILE, list[int]()
+    file, told = folder / PROFILE, list[str]()
 
     def write(found: profile) -> None:
         if found.step_num <= UNLIKE_OTHERS:
             return
-        found.export_chrome_trace(str(file))
-        written.append(found.step_num - UNLIKE_OTHERS)
-        say(f"a profile of {written[0]} step{'s' if written[0] > 1 else ''} is in {file}; open it in Perfetto")
+        count = found.step_num - UNLIKE_OTHERS
+        try:
+            found.export_chrome_trace(str(file))
+            line = f"a profile of {count} step{'s' if count > 1 else ''} is in {file}; open it in Perfetto"
+        except OSError as error:
+            line = f"log.profile: {file} cannot be written ({error.strerror or error}), so there is no profile"
+            with suppress(OSError):  # else what there is of it stays
+                file.unlink()
+        told.append(line)
+        say(line)
 
     plan = schedule(skip_first=UNLIKE_OTHERS - 1, wait=0, warmup=1, active=steps, repeat=1)
     with profile(schedule=plan, on_trace_ready=write) as profiler:
         yield profiler.step
-    if not written:
+    if not told:
         say(f"log.profile: this launch made no more than {UNLIKE_OTHERS} steps, which are not profiled")

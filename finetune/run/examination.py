@@ -1,6 +1,7 @@
 """What a model has learnt by now: its mean loss and other figures on held-out rows, its scores, and its answers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ class Examination:
     asked: Sequence[Question]
     tasks: Sequence[Task]
     max_new_tokens: int
+    as_result: Callable[[], AbstractContextManager[None]]
+    """Within it the model has the weights that are its result; without averages they are those that are trained."""
 
     @property
     def names(self) -> set[str]:
@@ -40,6 +43,10 @@ class Examination:
     def figures(self) -> dict[str, float]:
         """``eval_loss`` and ``eval_...`` for each figure of the loss, where rows are held out; ``eval_...`` for the
         score of each task."""
+        with self.as_result():
+            return self._figures()
+
+    def _figures(self) -> dict[str, float]:
         found: dict[str, float] = {}
         if self.held_out is not None:
             found = evaluation.evaluate(
@@ -69,4 +76,5 @@ class Examination:
 
     def answers(self) -> dict[str, str]:
         """Greedy answers by the names of their questions."""
-        return evaluation.answers(self.accelerator, self.model, self.tokenizer, self.asked, self.max_new_tokens)
+        with self.as_result():
+            return evaluation.answers(self.accelerator, self.model, self.tokenizer, self.asked, self.max_new_tokens)

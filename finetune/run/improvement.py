@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from finetune import checkpoint, distributed
@@ -139,18 +138,19 @@ def is_judged(section: sections.Eval, progress: Progress) -> bool:
 def take_best(
     run: Path,
     launch: distributed.Strategy,
-    accelerator: Accelerator,
     model: Any,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     metrics: dict[str, Any],
     *,
+    averages: bool = False,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Give a model the weights of the best evaluation, unless it has them. Collective.
 
     Args:
         metrics: of the last step.
+        averages: the run keeps averages of its weights, and the best evaluation was theirs.
 
     Returns:
         The metrics of the step whose weights the model has: the last one's, if no evaluation gave a number, or if the
@@ -171,7 +171,7 @@ def take_best(
         )
         return metrics
     assert found is not None
-    checkpoint.restore(found, launch, accelerator, model, optimizer, weights_only=True)
+    checkpoint.restore_weights(found, launch, model, optimizer, averages=averages)
     return progress.best
 
 

@@ -109,4 +109,5 @@ def build_optimizer(
         decay_embeddings=train.decay_embeddings,
         layer_decay=train.layer_decay,
         lora_plus_ratio=adapter.lora_plus_ratio,
+        ema_decay=train.ema_decay,
     )

@@ -125,6 +125,8 @@ def introduction(
     if cfg.has_default_adapter_rate:
         lines.append(f"train.learning_rate is not set: {cfg.train.learning_rate:g}, the default with an adapter")
     lines += spec.new_tokens.describe()
+    if cfg.train.averages:
+        lines.append(f"averaging weights with decay {cfg.train.ema_decay:g}: evaluated and saved are the averages")
     lines += batches.describe()
     if not batches.flat:
         lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")

@@ -15,6 +15,7 @@ import torch
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import adapter_file, sections
+from finetune.config.compatibility import averaging_problems
 from finetune.config.refusals import (
     adapter_init_problems,
     batch_problems,
@@ -65,6 +66,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     bits = None if cfg.quantization.bits == "none" else cfg.quantization.bits
     refuse_if_any(
         distributed.problems(launch, bits=bits, **method)
+        + averaging_problems(launch.name, averages=cfg.train.averages)
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)

@@ -163,7 +163,7 @@ class Session:
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
             refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
-        self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, optimizer=train.optimizer, weights=train.weights)
+        self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, train)
         refuse_if_any(checkpoint_problems(cfg, self.batches.steps, self.checkpoint_bytes))
         self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)
         return model
@@ -197,8 +197,8 @@ class Session:
         self.objective.figures()  # of the heaviest micro-batch
         self.examination = Examination(
             *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate, self.batches),
-            *(self.asked, self.tasks),
-            max_new_tokens=self.cfg.eval.max_new_tokens,
+            *(self.asked, self.tasks, self.cfg.eval.max_new_tokens),
+            as_result=partial(distributed.averaged_weights, self.launch, self.model, self.optimizer),
         )
         # what looks out for lost processes is closed first of all, and without an error waits for the others
         self._training = self._open.enter_context(ExitStack())
@@ -246,7 +246,7 @@ class Session:
         check_memory(
             *(self.accelerator, self.model, self.optimizer, self.objective.loss_sum),
             lambda: self.collate(heaviest, self.accelerator.device),
-            optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer),
+            optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer, averages=self.cfg.train.averages),
             what=describe_batch(heaviest),
             advice=advice_on_memory(self.cfg, self.launch.world_size),
         )
@@ -358,9 +358,8 @@ class Session:
     def _last_checkpoint(self) -> str:
         """Where the run can be resumed, in a clause, when it is about to end."""
         self.saver.finish()
-        newest = checkpoint.describe_newest(self.folder)
         self.interruption.expect_the_end()
-        return newest
+        return checkpoint.describe_newest(self.folder)
 
     def finish(self) -> RunResult:
         """Wait for the last checkpoint, write the result, tell of it and return it, and leave the other processes.
@@ -378,8 +377,8 @@ class Session:
             raise RunStopped(nothing_learnt)
         last = metrics["step"]
         if self.cfg.eval.keep_best:
-            known = self.folder, self.launch, self.accelerator, self.model, self.optimizer, self.progress, metrics
-            metrics = improvement.take_best(*known, say=self.screen.say)
+            known = self.folder, self.launch, self.model, self.optimizer, self.progress, metrics
+            metrics = improvement.take_best(*known, averages=self.cfg.train.averages, say=self.screen.say)
         self.record = improvement.recorded(self.record, self.cfg.eval, self.progress, last=last, taken=metrics["step"])
         known_before = None if self.finished else self.progress.measured  # resumed after its last step
         self.record = result.completed(
@@ -391,7 +390,8 @@ class Session:
         )
         adapter_alone = self.cfg.adapter.type != "none"
         written = self.folder, self.accelerator, self.model, self.tokenizer, self.spec, self.record, metrics
-        result.write(*written, adapter_alone=adapter_alone, shapes=self.trained_shapes, beginning=self.beginning)
+        with self.examination.as_result():
+            result.write(*written, adapter_alone=adapter_alone, shapes=self.trained_shapes, beginning=self.beginning)
         self._training.close()
         result.tell(self.screen, self.folder, self.record, self.plan, adapter_alone=adapter_alone)
         if self.cfg.log.report and self.accelerator.is_main_process:

@@ -143,6 +143,7 @@ def advice_on_memory(cfg: sections.Run, world_size: int) -> str:
         "train.activation_checkpointing full": cfg.train.activation_checkpointing != "full",
         f"data.max_length {cfg.data.max_length // 2}": True,
         "train.optimizer adamw_8bit": cfg.train.optimizer == "adamw",
+        "train.ema_decay 0": cfg.train.averages,
         "adapter.type lora": cfg.adapter.type == "none",
         "quantization.bits 4": cfg.adapter.type != "none" and cfg.quantization.bits == "none",
     }

@@ -55,6 +55,7 @@ def optimizer_of(model: torch.nn.Module, setting: Setting, *, fused: bool) -> to
         weights=setting.weights,
         fused=fused,
         rounding_seed=0,
+        ema_decay=0.999 if setting.averages else 0.0,
     )
 
 

@@ -53,6 +53,8 @@ class Setting:
     optimizer: str = "adamw"
     weights: str = "fp32_master"
     """fp32_master or bf16."""
+    averages: bool = False
+    """Whether the optimizer keeps averages of the trained weights."""
     precision: str = "bf16"
     """bf16, fp16 or no: the launch's mixed precision."""
     activation_checkpointing: bool = False
@@ -116,6 +118,7 @@ class Setting:
             recomputed_layers=train.recomputed_layers or None,
             optimizer=train.optimizer,
             weights=train.weights,
+            averages=train.averages,
             precision=precision,
             row_tokens=row_tokens,
             fused=cfg.model.kernels == "auto",
