@@ -20,7 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from finetune import distributed
 from finetune.cli.planning.asked import asked
 from finetune.cli.planning.written import Options
+from finetune.config import sections
+from finetune.data import named_templates
 from finetune.data.formats import Example
+from finetune.data.named_templates import NAMED
 from finetune.data.prompt_texts import Prompt
 from finetune.errors import InputError
 from finetune.export.checkpoint_export import export
@@ -29,6 +32,7 @@ from finetune.generation.manner import Manner
 from finetune.generation.speaker import load_speakers
 from finetune.models import adapter, loading, new_tokens
 from finetune.optim.optimizer import build_optimizer
+from finetune.output.run_reading import read_run
 from finetune.run.preflight import check
 from finetune.trace.building import build
 from finetune.training.loss import next_token_loss_sum, take_losses
@@ -53,16 +57,30 @@ def base_folder(folder: Path, *, tied: bool, padding: int = 0) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(tiny.WORDS) + " user assistant system\n"] * 8, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     fast.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     sizes = {"vocab_size": len(fast) + padding, "eos_token_id": 0, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config | sizes))
     return tiny.write_weights(folder)
+
+
+@pytest.mark.parametrize("name", [name for name, each in NAMED.items() if each.specials])
+def test_each_template_adds_its_tokens_once_and_for_good(name: str, runs: Any, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(runs.base(tied=True))
+    assert named_templates.use(tokenizer, name, adds_tokens=True) == NAMED[name].specials
+    tokenizer.save_pretrained(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    assert [read(token)["input_ids"] for token in NAMED[name].specials] == [
+        [KNOWN + place] for place in range(len(NAMED[name].specials))
+    ]
+    assert read.eos_token == NAMED[name].end
+    assert read.decode(read("".join(NAMED[name].specials))["input_ids"], skip_special_tokens=True) == ""
+    assert named_templates.use(read, name, adds_tokens=True) == ()
 
 
 class Runs:
@@ -112,7 +130,6 @@ def result(folder: Path) -> dict[str, torch.Tensor]:
         ("zero3", True, "lora"),
         ("zero3", False, "lora"),
         ("zero3", False, "none"),
-        ("zero3", True, "none"),
         ("zero2", True, "lora"),
         ("ddp", False, "lora"),
     ],
@@ -214,6 +231,9 @@ def test_the_adapter_loads_by_the_lines_of_its_card_and_computes_as_the_merged_m
     card = (folder / "final" / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     assert ("resize_token_embeddings" in lines) == (padding < 2)
+    rows = max(KNOWN + 2, KNOWN + padding)
+    told = {"tokens": ["<|im_start|>", "<|im_end|>"], "trained_rows": [KNOWN, KNOWN + 1], "rows": rows}
+    assert read_run(folder)["new_tokens"] == told | {"rows_of_base": KNOWN + padding}
     found: dict[str, Any] = {}
     exec(lines.replace("DIR", str(folder / "final")), found)
     merge(folder, tmp_path / "merged", dtype="fp32", say=lambda line: None)
@@ -286,6 +306,12 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(runs: Runs):
     base = runs.base(tied=False)
     with pytest.raises(InputError, match=r"adapter\.targets: lm_head cannot have an .*modules_to_save instead"):
         check(runs.config(base, "refused", adapter__targets=["q_proj", "lm_head"]), LAUNCH())
+    model = loading.without_weights(check(runs.config(base, "refused"), LAUNCH()).config, False)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(KNOWN + 2, device="meta"))
+    new = new_tokens.NewTokens(("<|im_start|>",), KNOWN, KNOWN, KNOWN)
+    (problem,) = new_tokens.problems(model, new, sections.Adapter(type="lora"))
+    assert "has a bias, which PEFT does not train for single tokens; set adapter.type to none" in problem
+    assert new_tokens.problems(model, new, sections.Adapter(type="none")) == []
     with pytest.raises(InputError, match="chatml needs the special tokens"):
         load_speakers(str(base), base_model=None, bits=None, chat_template="chatml", compared=False)
 

@@ -184,7 +184,7 @@ def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[S
     if len(question.checkpointing) > 1:
         recomputing = [setting for setting in speeds if setting.activation_checkpointing]
         partly = [each for each in map(partial(_partly, question), recomputing) if row(each).verdict == "fits"]
-        speeds |= {setting: row(setting).time.tokens_per_second for setting in partly}
+        speeds |= {setting: _tokens_per_second(question, setting) for setting in partly}
     if speeds:
         enough = (1 - SAME_SETTING_SPEED) * max(speeds.values())
         near = (setting for setting in speeds if speeds[setting] >= enough)

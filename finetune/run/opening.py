@@ -124,6 +124,8 @@ def introduction(
         lines.append(f"the adapter continues from {continued_adapter.file_of(cfg.adapter).parent}")
     if cfg.has_default_adapter_rate:
         lines.append(f"train.learning_rate is not set: {cfg.train.learning_rate:g}, the default with an adapter")
+    if cfg.adapter.init != "default":
+        lines.append(f"the adapter's start is computed from the weights ({cfg.adapter.init})")
     lines += spec.new_tokens.describe()
     if cfg.train.averages:
         lines.append(f"averaging weights with decay {cfg.train.ema_decay:g}: evaluated and saved are the averages")
