@@ -14,6 +14,7 @@ from typing import NoReturn
 from finetune import __version__
 from finetune.cli.evaluate_options import add_evaluate
 from finetune.cli.export_options import add_export
+from finetune.cli.links_options import add_links
 from finetune.cli.report_verb import add_report
 from finetune.cli.setup_options import add_doctor, add_init
 from finetune.cli.talk_options import add_chat, add_generate
@@ -65,6 +66,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_report(verbs)
     _add_data(verbs)
     _add_plan(verbs)
+    add_links(verbs)
     _add_checkpoint(verbs)
     options, others = parser.parse_known_args(arguments)
     if others and options.verb not in ("data", "plan", "train"):
@@ -167,6 +169,12 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not checked")
     plan.add_argument("--disk", metavar="GIB", type=float, help="disk space for checkpoints; default: not checked")
+    plan.add_argument(
+        "--links",
+        metavar="FILE",
+        type=Path,
+        help="links as finetune links measured them; default: as on data sheets",
+    )
     plan.add_argument("--all", action="store_true", help="also show what does not fit")
     plan.add_argument("--json", action="store_true", help="print every figure as JSON")
     plan.add_argument("--plot", metavar="FILE", type=Path, help="plot the memory over one step to FILE.png or FILE.svg")
@@ -254,6 +262,7 @@ def _plan(options: argparse.Namespace) -> int:
             tokens=options.tokens,
             host_memory=options.host_memory,
             disk=options.disk,
+            links=options.links,
         ),
         Shown(
             as_json=options.json,

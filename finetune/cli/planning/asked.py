@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.cli.links.links_file import read_links
 from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.cli.planning.written import Options, all_flags, given_flags, problems, words_of
@@ -102,8 +103,11 @@ def _read(arguments: Sequence[str], options: Options) -> _Read:
     if isinstance(cfg, CorpusRun):
         refuse_if_any(budget_problems(cfg))
         cfg = in_rows(cfg)
+    links = None if options.links is None else read_links(options.links)
     machines = _machines(options.gpus)
     precision, notes = _precision(options, machines)
+    if links is not None:
+        machines, notes = links.given_to(machines), (*notes, *links.notes(machines))
     notes += tuple(filter(None, [caveat(machines.gpu)]))
     return _Read(cfg, machines, precision, notes, cfg.data.max_length)
 

@@ -25,6 +25,8 @@ class Options:
     """GiB of one machine."""
     disk: float | None = None
     """GiB of disk space for checkpoints."""
+    links: Path | None = None
+    """A file of ``finetune links``."""
 
 
 def problems(options: Options) -> list[str]:
