@@ -142,6 +142,12 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             "processes (ddp, fsdp2, ...), or unset MASTER_ADDR if your shell exports it."
         )
     replicas, processes = strategy.replicas, strategy.world_size
+    gpus = 0 if strategy.rehearsal else torch.cuda.device_count()
+    if strategy.name != "single" and processes == 1 and was_launched() and gpus > 1:
+        found.append(
+            f"{strategy.name} was launched with one process, and this machine has {gpus} GPUs; launch with "
+            f"--num_processes {gpus}, or set CUDA_VISIBLE_DEVICES to the GPU that is meant."
+        )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(
             f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
