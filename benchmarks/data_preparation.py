@@ -57,11 +57,12 @@ def prepare_ours(file: str, tokenizer_folder: str, max_length: int) -> dict[str,
     from finetune.data import dataset
     from finetune.data.batches import Batches
     from finetune.data.encoding import Settings
+    from finetune.data.sources import named_sources
     from finetune.models import loading
 
     tokenizer = loading.load_tokenizer(tokenizer_folder, revision=None, trust_remote_code=False, chat_template=None)
     stopwatch = Stopwatch()
-    rows = dataset.read_rows(dataset.named_sources(file), tokenizer, Settings(max_length))
+    rows = dataset.read_rows(named_sources(file), tokenizer, Settings(max_length))
     batches = Batches(
         rows,
         packing=True,

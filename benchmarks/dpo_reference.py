@@ -29,6 +29,7 @@ from finetune.data import dataset, sources
 from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sampler import global_batch
+from finetune.data.sources import named_sources
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.output import run_files
@@ -161,11 +162,11 @@ def measure(model: str, train: str, *, losses: list[str], max_length: int, steps
         InputError: if a package, the model or the file is missing, or a row cannot be used.
     """
     lacking = [] if importlib.util.find_spec("trl") else ["The comparison needs trl; install it with: pip install trl."]
-    refuse_if_any(lacking + models.problems(model, None, None) + sources.problems(dataset.named_sources(train)))
+    refuse_if_any(lacking + models.problems(model, None, None) + sources.problems(named_sources(train)))
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     models.quiet()
     tokenizer = models.load_tokenizer(model, revision=None, trust_remote_code=False, chat_template=None)
-    rows = dataset.read_rows(dataset.named_sources(train), tokenizer, Settings(max_length, paired=True))
+    rows = dataset.read_rows(named_sources(train), tokenizer, Settings(max_length, paired=True))
     found: dict[str, Any] = {}
     for loss in losses:
         with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:

@@ -32,6 +32,7 @@ from finetune.data.batches import IGNORED
 from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sampler import global_batch
+from finetune.data.sources import named_sources
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import loading as models
@@ -228,7 +229,7 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     refuse_if_any(
         [f"The comparison needs {name}; install it with: pip install {name}." for name in lacking]
         + models.problems(model, None, None)
-        + sources.problems(dataset.named_sources([train, held_out]))
+        + sources.problems(named_sources([train, held_out]))
     )
     from peft import PeftModel
 
@@ -236,7 +237,7 @@ def measure(model: str, train: str, held_out: str, *, max_length: int, steps: in
     models.quiet()
     tokenizer = models.load_tokenizer(model, revision=None, trust_remote_code=False, chat_template=None)
     rows, held_out_rows = (
-        dataset.read_rows(dataset.named_sources(file), tokenizer, Settings(max_length)) for file in (train, held_out)
+        dataset.read_rows(named_sources(file), tokenizer, Settings(max_length)) for file in (train, held_out)
     )
     steps = steps or max(1, len(rows) // BATCH)
     recipe: dict[str, Any] = {"model": model, "train": train, "max_length": max_length, "steps": steps}

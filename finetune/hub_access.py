@@ -11,8 +11,8 @@ from typing import Literal
 from finetune.errors import InputError, first_line
 
 Kind = Literal["model", "dataset"]
-SECONDS = 5.0
-"""To wait for an answer, looking up the hub's name included."""
+SECONDS = 3.0
+"""To wait for an answer, looking up the hub's name included: a command without access then ends within five."""
 
 
 def refuse_without_access(

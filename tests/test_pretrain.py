@@ -27,6 +27,7 @@ from finetune.config.token_budget import Stage, in_rows, stages_of
 from finetune.data import dataset
 from finetune.data.encoding import Settings
 from finetune.data.sampler import EMPTY, global_batch
+from finetune.data.sources import named_sources
 from finetune.data.stages import Staged
 from finetune.errors import InputError
 from finetune.models.initialisation import scale_by_depth
@@ -451,7 +452,7 @@ def test_sources_have_the_shortest_names_that_tell_them_apart():
 
 def test_source_of_which_nothing_is_held_out_has_no_figures(texts: Path, held_out_texts: list[str]):
     tokenizer = tiny.build_tokenizer()
-    rows = dataset.read_rows(dataset.named_sources([str(texts), *held_out_texts]), tokenizer, Settings(64))
+    rows = dataset.read_rows(named_sources([str(texts), *held_out_texts]), tokenizer, Settings(64))
     some = rows.choose(np.flatnonzero(rows.column("origin") != 1))
     measured = Measured(some, tokenizer)
     assert measured.sources == ["train.jsonl", "b.jsonl"]

@@ -22,6 +22,7 @@ from finetune.config.refusals import batch_problems
 from finetune.config.token_budget import in_rows
 from finetune.data import dataset
 from finetune.data.rows import Rows
+from finetune.data.sources import named_sources
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.models import new_tokens
@@ -98,8 +99,8 @@ def _report(
     tokens_per_second: float | None,
     shows_progress: bool,
 ) -> Report:
-    train_sources = dataset.named_sources(cfg.data.train)
-    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else dataset.named_sources(cfg.data.eval)
+    train_sources = named_sources(cfg.data.train)
+    held_out = cfg.data.eval if isinstance(cfg.data.eval, float) else named_sources(cfg.data.eval)
     held_out_sources = held_out if isinstance(held_out, list) else []
     launch = distributed.Strategy.from_environment()
     found = _problems_of_recipe(cfg, launch)

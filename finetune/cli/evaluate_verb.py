@@ -22,7 +22,7 @@ from finetune.data import dataset
 from finetune.data.columns import renamed
 from finetune.data.encoding import Row
 from finetune.data.formats import detect
-from finetune.data.sources import Source
+from finetune.data.sources import Source, named_sources
 from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.export.results import result_at
 from finetune.generation.judging import Judgement, Measured, judge
@@ -157,7 +157,7 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
     if data.eval is None or isinstance(data.eval, float):
         why = "held none out" if data.eval is None else f"held out {data.eval:g} of its training rows, in no file"
         raise InputError(f"The run {path} {why}; name a file with --data.")
-    return dataset.named_sources(data.eval)
+    return named_sources(data.eval)
 
 
 def _speakers(path: str, options: argparse.Namespace) -> list[Speaker]:

@@ -3,7 +3,7 @@
 Every process asks for them before the process group exists: one prepares them, the others wait for its file.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,15 +44,6 @@ def read_rows(
     if rows.summary["rejected"] and not skip_bad_rows:
         raise InputError(_refusal(rows))
     return rows
-
-
-def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
-    """Sources of a configuration: a string, or a list of strings and of objects with ``Source``'s fields.
-
-    A fraction of the training rows in place of held-out sources gives no sources.
-    """
-    listed = [] if entries is None or isinstance(entries, float) else [entries] if isinstance(entries, str) else entries
-    return [Source(entry) if isinstance(entry, str) else Source(**dict(entry)) for entry in listed]
 
 
 def read_some(

@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.compat.peft_private import import_peft, only_what_is_quantised
 from finetune.config import adapter_file
 from finetune.data import sources
-from finetune.data.dataset import named_sources
 from finetune.data.encoding import Settings
-from finetune.data.sources import Source
+from finetune.data.sources import Source, named_sources
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any
 from finetune.export.results import result_at

@@ -8,8 +8,6 @@ from typing import Any
 from finetune.errors import InputError, first_line
 from finetune.hub_access import refuse_without_access
 
-SECONDS = 3.0
-"""To wait for the hub: with what starts before, a plan without access is refused within five seconds."""
 INSTEAD = "a config.json file (--model path/to/config.json)"
 """What can be given where the hub gives nothing."""
 
@@ -53,9 +51,7 @@ def _file(path: str, revision: str | None) -> Path:
 def _download(model_id: str, revision: str | None) -> Path:
     from huggingface_hub import errors, hf_hub_download  # a tenth of a second
 
-    asks = refuse_without_access(
-        model_id, "config.json", revision=revision, seconds=SECONDS, waits_if_busy=False, instead=INSTEAD
-    )
+    asks = refuse_without_access(model_id, "config.json", revision=revision, waits_if_busy=False, instead=INSTEAD)
     try:
         return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=not asks))
     except (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError) as error:

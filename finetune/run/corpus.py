@@ -10,6 +10,7 @@ from finetune.data import dataset
 from finetune.data.batches import Batches
 from finetune.data.concatenation import Concatenated
 from finetune.data.rows import Rows
+from finetune.data.sources import named_sources
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.data.text_stream import ConcatenatedStream, StagedStream
@@ -90,7 +91,7 @@ def stage_problems(cfg: CorpusRun, tokenizer: PreTrainedTokenizerBase, spec: Mod
     found = []
     for number, stage in enumerate(cfg.data.stages, start=1):
         try:
-            rows = dataset.read_rows(dataset.named_sources(stage.train), tokenizer, settings, skip_bad_rows=skip)
+            rows = dataset.read_rows(named_sources(stage.train), tokenizer, settings, skip_bad_rows=skip)
             refuse_if_any(row_problems(rows, None, cfg.data, spec) + text_problems(rows))
         except InputError as error:
             found += [f"data.stages {number}: {problem}" for problem in error.problems]

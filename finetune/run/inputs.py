@@ -9,6 +9,7 @@ from finetune.config import sections
 from finetune.data import batches, dataset, streaming
 from finetune.data.encoding import Settings
 from finetune.data.rows import Rows
+from finetune.data.sources import named_sources
 from finetune.errors import refuse_if_any
 from finetune.models import loading
 from finetune.models.spec import ModelSpec
@@ -67,8 +68,8 @@ def load_rows(
     Raises:
         InputError: if sources cannot be read, or the model cannot take what they hold.
     """
-    train = dataset.named_sources(data.train)
-    held_out = data.eval if isinstance(data.eval, float) else dataset.named_sources(data.eval)
+    train = named_sources(data.train)
+    held_out = data.eval if isinstance(data.eval, float) else named_sources(data.eval)
     settings, skip = settings_of(data, tokenizer, spec.end_tokens, paired=paired), data.on_bad_row == "skip"
     with Preparing(shown=is_first_process()) as tell:
         if data.streaming:
@@ -109,7 +110,7 @@ def batches_of(
         return batches.Batches(rows, max_length=data.max_length, paired=paired, **length, **form)
     assert train.steps is not None  # refused before
     return stream(
-        dataset.named_sources(data.train),
+        named_sources(data.train),
         tokenizer,
         settings_of(data, tokenizer, spec.end_tokens),
         steps=train.steps,

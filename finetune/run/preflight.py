@@ -25,10 +25,10 @@ from finetune.config.refusals import (
     task_problems,
     unused_adapter_keys,
 )
-from finetune.data import columns, dataset, sources, streaming
+from finetune.data import columns, sources, streaming
 from finetune.data.named_templates import NAMED
 from finetune.data.rows import Rows
-from finetune.data.sources import Source
+from finetune.data.sources import Source, named_sources
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter as adapters
 from finetune.models import (
@@ -117,10 +117,10 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
 
 def configuration_problems(cfg: sections.Run) -> list[str]:
     """What the configuration and a look at the file system tell."""
-    held_out = dataset.named_sources(cfg.data.eval)
+    held_out = named_sources(cfg.data.eval)
     return (
         loading.problems(cfg.model.path, cfg.model.tokenizer, cfg.data.chat_template)
-        + sources.problems(dataset.named_sources(cfg.data.train) + held_out)
+        + sources.problems(named_sources(cfg.data.train) + held_out)
         + columns.problems(cfg.data.columns)
         + held_out_problems(held_out)
         + (streaming.problems(cfg.data.eval, cfg.train.steps) if cfg.data.streaming else [])
@@ -141,7 +141,7 @@ def _init_problems(cfg: sections.Run, bits: int | str, *, is_stored: bool) -> li
 def folder_problems(cfg: sections.Run) -> list[str]:
     """Why the run may not write to its output folder."""
     folder = Path(cfg.train.output_dir)
-    named = dataset.named_sources(cfg.data.train) + dataset.named_sources(cfg.data.eval)
+    named = named_sources(cfg.data.train) + named_sources(cfg.data.eval)
     named += [Source(task.data) for task in cfg.eval.tasks]
     if cfg.adapter.from_ and _replaces_adapter(cfg, Path(cfg.adapter.from_)):
         return ["adapter.from is the result that this run would replace; choose another train.output_dir."]

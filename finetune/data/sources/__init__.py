@@ -4,8 +4,8 @@
 other modules each read one kind of file.
 """
 
-from finetune.data.sources.names import Source, extent, identity, problems
+from finetune.data.sources.names import Source, extent, identity, named_sources, problems
 from finetune.data.sources.reading import read
 from finetune.data.sources.record import Record, Rejected
 
-__all__ = ["Record", "Rejected", "Source", "extent", "identity", "problems", "read"]
+__all__ = ["Record", "Rejected", "Source", "extent", "identity", "named_sources", "problems", "read"]

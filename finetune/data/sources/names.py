@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ class Source:
     """Configuration of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
+
+
+def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
+    """Sources of a configuration: a string, or a list of strings and of objects with ``Source``'s fields.
+
+    A fraction of the training rows in place of held-out sources gives no sources.
+    """
+    listed = [] if entries is None or isinstance(entries, float) else [entries] if isinstance(entries, str) else entries
+    return [Source(entry) if isinstance(entry, str) else Source(**dict(entry)) for entry in listed]
 
 
 def kind_of(path: str) -> str | None:
