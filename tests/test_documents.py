@@ -36,6 +36,7 @@ from finetune.cli import (
     commands,
     evaluate_options,
     export_options,
+    links_options,
     report_verb,
     setup_options,
     talk_options,
@@ -108,7 +109,7 @@ def named_adapters_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_documents_to_check():
-    assert len(PAGES) == 19
+    assert len(PAGES) == 21
     assert sum(len(spans(document)) for document in DOCUMENTS) > 300
 
 
@@ -116,15 +117,39 @@ def test_readme_is_short_enough_for_a_door():
     assert len(README.splitlines()) <= LONGEST_README
 
 
+def layout_names(body: str) -> list[str]:
+    """Folders in the left column of the layout."""
+    return [re.match(r" *(?:\w+/ ?)+", line)[0].strip() for line in body.splitlines()]  # type: ignore[index]
+
+
 def test_readme_in_japanese_has_the_commands_and_the_output_of_the_english_one():
     english, japanese = fences("README.md"), fences("README.ja.md")
-    assert japanese == english[:-1]  # the last is the layout
+    assert japanese[:-1] == english[:-1]
+    assert layout_names(japanese[-1][1]) == layout_names(english[-1][1])
     commands_of = [
         re.findall(r"^\| (`.*?`) \| ", text_of(name).split(f"## {title}")[1], flags=re.MULTILINE)
         for name, title in (("README.md", "Commands"), ("README.ja.md", "コマンド"))
     ]
     assert commands_of[0] == commands_of[1]
     assert len(commands_of[0]) > 10
+
+
+def test_readme_in_japanese_says_the_same_of_what_is_verified():
+    """As many sections, and in that of what is verified as many points, with the same links and figures."""
+    documents = ("README.md", "README.ja.md")
+    levels = [[level for level, _ in headings(document)] for document in documents]
+    assert levels[0] == levels[1]
+    verified = [
+        text_of(name).split(f"## {title}")[1].split("\n## ")[0].split("\n- ")[1:]
+        for name, title in (("README.md", "What is verified"), ("README.ja.md", "確かめてあること"))
+    ]
+    targets = [[re.findall(r"\]\(([^)]+)\)", point) for point in points] for points in verified]
+    assert targets[0] == targets[1]
+    figures = [[sorted(re.findall(r"\d[\d.,]*\d", point)) for point in points] for points in verified]
+    assert figures[0] == figures[1]
+    assert sum(map(len, figures[0])) >= 5
+    pages = [[link for link in links(document) if link in PAGES] for document in documents]
+    assert {*pages[0]} == {*pages[1]}
 
 
 def links(document: str) -> list[str]:
@@ -247,6 +272,7 @@ def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         talk_options: ["_generate", "_chat"],
         train_options: ["_train"],
         export_options: ["_export"],
+        links_options: ["_links"],
         evaluate_options: ["_evaluate"],
         report_verb: ["_report"],
     }

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", with_pip=False)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(packages)
     (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    return folder / "venv" / "bin" / "python"
+    python = folder / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)], check=True)
+    return python
 
 
 def finetune(python: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -104,14 +105,15 @@ def test_help_answers_without_importing_the_heavy_libraries(installed: Path):
 
 @pytest.mark.slow
 def test_a_newcomer_comes_from_rows_of_their_own_to_a_model_for_transformers(installed: Path, tmp_path: Path):
-    """In an empty folder, by the commands of the README: look, plan, train with QLoRA, talk, score, report, merge."""
+    """In an empty folder, by the commands of the README: unpack, the demo, and then look, plan, train with QLoRA, talk,
+    score, report, merge."""
     base = write_weights(build_model_folder(tmp_path / "base", hidden_size=128))
     write_conversations(tmp_path / "mine.jsonl", 16)
     write_conversations(tmp_path / "held_out.jsonl", 4, seed=1)
     environment = OUTSIDE | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def says(verb: str, *arguments: str, read: str = "") -> str:
-        command = [str(installed), "-m", "finetune.cli", verb, *arguments]
+        command = [str(installed.with_name("finetune")), verb, *arguments]
         done = subprocess.run(
             command, input=read, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=180
         )
@@ -122,10 +124,14 @@ def test_a_newcomer_comes_from_rows_of_their_own_to_a_model_for_transformers(ins
     flags = ["--model.path", str(base), "--data.train", "mine.jsonl", "--data.eval", "held_out.jsonl"]
     flags += ["--data.max_length", "64", "--quantization.bits", "4", "--adapter.type", "lora"]
     flags += ["--train.output_dir", "run", "--train.steps", "2", "--train.global_batch_size", "4"]
-    (tmp_path / "mine.yaml").write_text((ROOT / "recipes" / "configs" / "sample.yaml").read_text())
-    assert "A run would accept these data." in says("data", "--config", "mine.yaml", *flags)
-    assert "fits" in says("plan", "--config", "mine.yaml", *flags, "--gpus", "1x24GB")
-    assert "step 2/2" in says("train", "mine.yaml", *flags, "--mixed-precision", "no")
+    sample, fp32 = "recipes/configs/sample.yaml", ["--mixed-precision", "no"]
+    says("init", ".")
+    few = ["--train.steps", "2", "--eval.max_new_tokens", "2"]
+    demo = says("train", "recipes/configs/demo.yaml", "--model.path", str(base), *few, *fp32)
+    assert "exact match on 36 held-out rows: 0 before, 0 after training" in demo
+    assert "A run would accept these data." in says("data", "--config", sample, *flags)
+    assert "fits" in says("plan", "--config", sample, *flags, "--gpus", "1x24GB")
+    assert "step 2/2" in says("train", sample, *flags, *fp32)
     answer = says("generate", "run", "the red house", "--max-new-tokens", "4")
     assert answer.strip() in says("chat", "run", "--max-new-tokens", "4", read="the red house\n")
     assert "exact_match" in says("evaluate", "run", "--score", "exact_match")

@@ -25,10 +25,10 @@ def links(options: argparse.Namespace) -> int:
         raise InputError(f"--output {output}: there is no folder {output.absolute().parent}; create it first.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _measure(output, options.seconds, as_json=options.json)
-    from finetune.distributed.launcher import StrategyFile, gpu_count, launch  # seconds
+    from finetune.distributed.launcher import StrategyFile, gpu_count, launch, strategy_of_rehearsal  # seconds
 
     processes = _processes(options, gpu_count())
-    file = StrategyFile.read(shipped_files() / "accelerate_configs" / "ddp.yaml")
+    file = StrategyFile.read(shipped_files() / "accelerate_configs" / f"{strategy_of_rehearsal(processes)}.yaml")
     arguments = ["links", "--seconds", str(options.seconds)]
     arguments += [] if output is None else ["--output", str(output)]
     arguments += ["--json"] if options.json else []
