@@ -1,5 +1,6 @@
 """What every verb of the `finetune` command does alike."""
 
+import io
 import json
 import os
 import re
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import tiny
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+from finetune.checkpoint.folder import name_of
 from finetune.cli import commands
 from finetune.cli.health import gpu_state, host_state, hub_state, installed_libraries
 from finetune.cli.health.finding import Finding
@@ -30,8 +34,10 @@ VERBS = (
     "report",
     "data",
     "plan",
+    "links",
     "checkpoint",
 )
+ACTIONS = ("checkpoint ls", "checkpoint verify", "checkpoint export")
 SLOW = {"torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "numpy", "rich", "pydantic"}
 
 
@@ -59,15 +65,25 @@ def test_every_verb_is_known_to_these_tests(capsys: pytest.CaptureFixture[str]):
     assert re.findall(r"[\w-]+", listed.partition(")")[0]) == [*VERBS]
 
 
+@pytest.mark.parametrize("words", [*(verb for verb in VERBS if verb != "checkpoint"), *ACTIONS])
+def test_every_verb_answers_a_program_in_json(words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        commands.main([*words.split(), "--help"])
+    assert re.search(r"^  --json ", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows, a run at work, and a folder that holds nothing."""
+    """A model, an adapter of it, rows, a run at work with an incomplete checkpoint, and a folder that holds nothing."""
     folder = tmp_path_factory.mktemp("here")
     tiny.write_weights(tiny.build_model_folder(folder / "model"))
     tiny.write_conversations(folder / "rows.jsonl", rows=2)
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
+    (folder / "run" / "checkpoints" / name_of(1)).mkdir(parents=True)
     (folder / "empty").mkdir()
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), LoraConfig(r=2))
+    model.save_pretrained(folder / "adapter")
     return folder
 
 
@@ -83,6 +99,13 @@ REFUSED = {
     "merge {here}/run --output {here}/x --dtype fp16": "did you mean bf16?",
     "generate {here}/model a --temprature 1": "unrecognized arguments: --temprature",
     "checkpoint lst {here}/run": "did you mean ls?",
+    "init {here}/new --jsn": "unrecognized arguments: --jsn; did you mean --json?",
+    "chat {here}/model --temprature 1": "unrecognized arguments: --temprature 1; did you mean --temperature?",
+    "data --config {sample} --rws 3": "Unknown flag --rws; did you mean --rows?",
+    "data --config {sample} --data.max_lenght 8": "Unknown flag --data.max_lenght; did you mean data.max_length?",
+    "plan --modl {here}/model": "Unknown flag --modl; did you mean --model?",
+    "plan --model {here}/model --gpus 1xH100 --train.epoch 2": "Unknown flag --train.epoch; did you mean train.epochs?",
+    "links --prosesses 2": "unrecognized arguments: --prosesses 2; did you mean --processes?",
     # nothing of that name
     "doctor {here}/none": "unrecognized arguments",
     "train {here}/none.yaml": "none.yaml is not a file; give the configuration first",
@@ -95,6 +118,7 @@ REFUSED = {
     "chat {here}/none": "There is no folder {here}/none; check its name.",
     "data --config {here}/none.yaml --json": "{here}/none.yaml: the file cannot be read (No such file or directory)",
     "plan --model {here}/none --gpus 1xH100 --json": "{here}/none",
+    "links --processes 2 --output {here}/none/links.json": "there is no folder {here}/none; create it first",
     "checkpoint ls {here}/none --json": "There is no folder {here}/none; give the output folder of a run.",
     # something else than what is asked for
     "init {here}/rows.jsonl": "{here}/rows.jsonl already exists; choose another folder.",
@@ -112,9 +136,11 @@ REFUSED = {
     "report {here}/run --output {here}/rows.jsonl/report.html": "report.html cannot be written",
     "merge {here}/empty --output {here}/x --json": "{here}/empty has neither run.yaml nor",
     "generate {here}/empty a --json": "{here}/empty has neither run.yaml nor",
+    "chat {here}/rows.jsonl": "There is no folder {here}/rows.jsonl; check its name.",
     "chat {here}/empty": "{here}/empty has neither run.yaml nor",
     "data --config {here}/empty --json": "{here}/empty: the file cannot be read (Is a directory)",
     "plan --model {here}/empty --gpus 1xH100 --json": "The folder {here}/empty has no config.json",
+    "links --processes 1": "--processes 1: a link needs two processes at least",
     "checkpoint ls {here}/empty --json": "{here}/empty has no checkpoint; give the output folder of a run",
 }
 """Commands, with a part of the sentence that refuses them."""
@@ -146,6 +172,27 @@ def test_a_wrong_command_is_answered_with_one_sentence_within_seconds(
     assert "usage: " in printed.err or printed.err == f"{sentence}\n"
 
 
+def test_init_says_where_it_has_copied_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "my project").mkdir()
+    monkeypatch.chdir(tmp_path / "my project")
+    Path("README.md").write_text("mine")
+    assert commands.main(["init", "."]) == 0
+    first, kept, following, *_ = capsys.readouterr().out.splitlines()
+    assert first == "Copied recipes, accelerate_configs, notebooks and constraints.txt to this folder."
+    assert kept == "README.md was there before, and stays as it was."
+    assert following == "Next steps:"
+    assert Path("README.md").read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(["init", "my other"]) == 0
+    assert "  cd 'my other'\n" in capsys.readouterr().out
+    assert commands.main(["init", "third", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["folder"], told["kept"]) == ("third", [])
+    assert sorted(told["copied"]) == sorted(path.name for path in Path("third").iterdir())
+
+
 @pytest.mark.usefixtures("arithmetic_steps")
 @pytest.mark.parametrize(
     "words",
@@ -162,6 +209,16 @@ def test_a_wrong_command_is_answered_with_one_sentence_within_seconds(
         "evaluate {here}/model --data {here}/rows.jsonl --score loss --json",
         "report {here}/run --json",
         "report {here}/run --output {new}.html",
+        "data --config {sample} --model.path {here}/model --data.train {here}/rows.jsonl",
+        "data --config {sample} --model.path {here}/model --data.train {here}/rows.jsonl --json",
+        "merge {here}/adapter --output {new} --text {here}/rows.jsonl",
+        "merge {here}/adapter --output {new} --text {here}/rows.jsonl --json",
+        "generate {here}/model a --max-new-tokens 2",
+        "generate {here}/model --prompts {here}/rows.jsonl --max-new-tokens 2",
+        "chat {here}/model --max-new-tokens 2",
+        "chat {here}/model --max-new-tokens 2 --json",
+        "checkpoint ls {here}/run",
+        "checkpoint verify {here}/run --json",
     ],
 )
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback(
@@ -170,6 +227,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(
     """Standard output is a pipe, as to `head`, that nobody reads any more."""
     for module in (gpu_state, host_state, hub_state, installed_libraries):  # which take seconds
         monkeypatch.setattr(module, "examine", lambda: iter([Finding("Python", "ok", "Python 3")]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe, monkeypatch.context() as patch:  # closing flushes, as the interpreter's end does

@@ -407,6 +407,22 @@ def test_a_conversation_in_the_terminal(
     assert speaker.answers(asked(speaker, HELLO), TWELVE)[0].text in first
 
 
+def test_a_conversation_of_a_program_is_a_line_of_json_for_each_answer(
+    trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (speaker,) = load(trained("lora"))
+    capsys.readouterr()
+    lines = [HELLO, "/system be brief", HELLO, "the red house " * 2000, "/unknown"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    assert main(["chat", str(trained("lora")), "--compare", "--json", "--max-new-tokens", "12"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["model"] for line in told] == [str(base), str(trained("lora"))] * 3
+    assert [line["user"] for line in told[::2]] == [HELLO, HELLO, lines[3].strip()]
+    answer = speaker.answers(asked(speaker, HELLO), TWELVE)[0]
+    assert (told[1]["answer"], told[1]["tokens"], told[1]["is_cut"]) == (answer.text, answer.tokens, answer.is_cut)
+    assert all("error" in line and "answer" not in line for line in told[4:])
+
+
 def test_a_conversation_ends_with_its_input_and_compares(
     trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

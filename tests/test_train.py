@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from plan_models import config_named
 from test_launch import flags_for
 
+from finetune.checkpoint.reader import open_all
 from finetune.cli import commands, train_verb
 from finetune.cli.planning import asked
 from finetune.config.command_line import parse
@@ -113,6 +114,17 @@ def test_precision_is_that_of_the_file_but_on_a_cpu_without_units_for_bf16(
     monkeypatch.setattr(launcher, "native_precision", lambda: "no")
     assert command_in(printed(capsys, SAMPLE))[1].mixed_precision == "no"
     assert "--mixed_precision" not in printed(capsys, SAMPLE, "--mixed-precision", "bf16")
+
+
+def test_command_as_json_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]):
+    told = json.loads(printed(capsys, SAMPLE, "--processes", "2", "--json", "--data.train", "my file.jsonl"))
+    text = printed(capsys, SAMPLE, "--processes", "2", "--data.train", "my file.jsonl")
+    strategy, _, command = text.partition("\n")
+    assert strategy == f"Strategy {told['strategy']}, {told['why']}."
+    assert told["command"] == shlex.split(command.replace("\\\n", " "))
+    assert (told["processes"], told["mixed_precision"]) == (2, "bf16")
+    named = json.loads(printed(capsys, SAMPLE, "--strategy", "zero2", "--json"))
+    assert (Path(named["strategy"]).stem, named["why"]) == ("zero2", None)
 
 
 def test_recipe_of_the_users_own_is_started_with_its_own_keys(capsys: pytest.CaptureFixture[str]):
@@ -272,21 +284,26 @@ def test_refusal_of_two_processes_is_printed_once_and_ends_with_code_2(configura
 def test_two_processes_train_with_the_losses_of_one(
     configuration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    process = finetune(configuration, "--processes", "2", "--strategy", "fsdp2")
+    held_out = ["--data.eval", "0.25"]
+    process = finetune(configuration, "--processes", "2", "--strategy", "fsdp2", "--json", *held_out)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
+    told = json.loads(output.splitlines()[-1])
+    assert (told["exit_code"], told["output_dir"]) == (0, str(tmp_path / "out"))
     assert output.count("fsdp2 on 2 processes, computing in fp32: rehearsal on CPU") == 1
-    flags = ["--config", str(configuration), "--train.output_dir", str(tmp_path / "reference")]
+    flags = ["--config", str(configuration), "--train.output_dir", str(tmp_path / "reference"), *held_out]
     monkeypatch.setattr("finetune.distributed.strategy.native_precision", lambda: "no")
     main(parse(Config, flags))
     found, expected = (scenarios.read_metrics(tmp_path / name) for name in ("out", "reference"))
     assert len(found) == 4
+    assert told["eval_loss"]["after"] == pytest.approx(expected[-1]["eval_loss"], abs=1e-5)
     for key in ("loss", "grad_norm", "tokens", "learning_rate"):
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], abs=1e-5)
 
 
-def test_run_that_is_asked_to_stop_saves_and_ends_with_code_75(configuration: Path, tmp_path: Path):
-    process = finetune(configuration, "--train.steps", "5000")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_that_is_asked_to_stop_saves_and_ends_with_code_75(processes: int, configuration: Path, tmp_path: Path):
+    process = finetune(configuration, "--train.steps", "5000", "--processes", str(processes), "--json")
     metrics = tmp_path / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n")):
@@ -294,10 +311,12 @@ def test_run_that_is_asked_to_stop_saves_and_ends_with_code_75(configuration: Pa
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
     assert errors.count("SIGTERM ended the run after step") == 1
-    assert list((tmp_path / "out" / "checkpoints").iterdir())
+    assert json.loads(output.splitlines()[-1])["exit_code"] == 75
+    (checkpoint,) = open_all(tmp_path / "out")[0]
+    assert (checkpoint.manifest.processes, checkpoint.damaged()) == (processes, [])
 
 
 PRINTS_ITS_ENVIRONMENT = """

@@ -1,8 +1,11 @@
 """``finetune chat``: a conversation in the terminal."""
 
 import argparse
+import json
 import sys
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from finetune.cli.generate_verb import manner_of, speakers_of
 from finetune.cli.terminal import say
@@ -18,6 +21,7 @@ def chat(options: argparse.Namespace) -> int:
     Raises:
         InputError: for wrong input, before weights load where that can be known.
     """
+    as_json: bool = options.json
     with suppress(ImportError):  # lines can be edited, where Python has it
         import readline  # noqa: F401
 
@@ -25,15 +29,16 @@ def chat(options: argparse.Namespace) -> int:
     dialogues = [Dialogue(speaker, manner, options.system) for speaker in speakers_of(options)]
     for dialogue in dialogues:
         dialogue.check()
-    print(COMMANDS)
+    tell = partial(print, file=sys.stderr if as_json else sys.stdout)
+    tell(COMMANDS)
     while True:
         try:
-            said = input("> ").strip()
+            said = input("" if as_json else "> ").strip()
         except KeyboardInterrupt:
-            print()
+            tell()
             continue
         except EOFError:
-            print()
+            tell()
             return 0
         if not said:
             continue
@@ -44,9 +49,22 @@ def chat(options: argparse.Namespace) -> int:
             for dialogue in dialogues:
                 dialogue.reset(rest.strip() or None if command == "/system" else dialogue.system)
         elif command.startswith("/"):
-            print(COMMANDS)
+            tell(COMMANDS)
+        elif as_json:
+            _answer_in_json(dialogues, said)
         else:
             _answer(dialogues, said)
+
+
+def _answer_in_json(dialogues: list[Dialogue], said: str) -> None:
+    for dialogue in dialogues:
+        line: dict[str, Any] = {"model": dialogue.speaker.name, "user": said}
+        try:
+            answer = dialogue.ask(said, lambda text: None)
+            line |= {"answer": answer.text, "tokens": answer.tokens, "is_cut": answer.is_cut}
+        except InputError as error:
+            line["error"] = str(error)
+        print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
 def _answer(dialogues: list[Dialogue], said: str) -> None:

@@ -14,12 +14,13 @@ from typing import NoReturn
 from finetune import __version__
 from finetune.cli.evaluate_options import add_evaluate
 from finetune.cli.export_options import add_export
+from finetune.cli.hub_first import ask_for_result, ask_for_run, ask_for_trained
 from finetune.cli.links_options import add_links
 from finetune.cli.report_verb import add_report
 from finetune.cli.setup_options import add_doctor, add_init
 from finetune.cli.talk_options import add_chat, add_generate
 from finetune.cli.train_options import add_train
-from finetune.errors import InputError, RunStopped
+from finetune.errors import InputError, RunStopped, refuse_if_any
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,15 +70,38 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_links(verbs)
     _add_checkpoint(verbs)
     options, others = parser.parse_known_args(arguments)
-    if others and options.verb not in ("data", "plan", "train"):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    takes_keys = options.verb in ("data", "plan", "train")
+    if others and not takes_keys:
+        parser.error(f"unrecognized arguments: {' '.join(others)}{_meant(others[0], verbs.choices[options.verb])}")
     options.others = others
     try:
+        if takes_keys and getattr(options, "recipe", None) is None:
+            refuse_if_any(_unknown_flags(others, options.verb, verbs.choices[options.verb]))
         exit_code: int = options.run(options)
     except (InputError, RunStopped) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return exit_code
+
+
+def _unknown_flags(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Flags that neither the verb knows nor a recipe: those of recipes are ``--section.key``."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [flag for flag in flags if "." not in flag and flag not in ("--config", "--print_config", "--help")]
+    see = f"see finetune {verb} --help for all flags."
+    return [
+        f"Unknown flag {flag}{meant} Otherwise {see}"
+        if (meant := _meant(flag, parser))
+        else f"Unknown flag {flag}; {see}"
+        for flag in unknown
+    ]
+
+
+def _meant(word: str, parser: argparse.ArgumentParser) -> str:
+    """The flag that was probably meant, as the end of a sentence."""
+    known = re.findall(r"^  (--[\w-]+)", parser.format_help(), re.MULTILINE)
+    close = difflib.get_close_matches(word.partition("=")[0], [*known, "--config"], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
@@ -210,6 +234,7 @@ def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _merge(options: argparse.Namespace) -> int:
+    ask_for_result(str(options.source), options.base_model)
     from finetune.export.merge import describe, merge
 
     result = merge(
@@ -233,6 +258,7 @@ def _data(options: argparse.Namespace) -> int:
         return show_cache(remove_older_than=options.remove_older_than, as_json=options.json)
     if options.remove_older_than is not None:
         raise InputError("--remove-older-than is for the cache; add --cache.")
+    ask_for_run(options.others)
     from finetune.cli.data_verb import show
 
     return show(
@@ -286,6 +312,7 @@ def _verify_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> int:
+    ask_for_trained(options.path)
     from finetune.export.checkpoint_export import describe, export
 
     result = export(options.path, options.output)

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from finetune.cli.hub_first import ask_for_data, ask_for_held_out, ask_for_result
+
 
 def add_evaluate(verbs: Any) -> None:
     """The verb that scores a model on rows."""
@@ -50,6 +52,12 @@ def add_evaluate(verbs: Any) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    for path in filter(None, (options.model, options.other)):
+        ask_for_result(path, options.base_model)
+    if options.data is None:
+        ask_for_held_out(options.model)
+    else:
+        ask_for_data(options.data)
     from finetune.cli.evaluate_verb import evaluate
 
     return evaluate(options)

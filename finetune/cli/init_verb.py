@@ -1,5 +1,7 @@
 """``finetune init``: a folder to work in, for someone who has installed the package and has no clone."""
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -7,10 +9,11 @@ from finetune.errors import InputError
 from finetune.shipped import shipped_files
 
 FOLDERS = ("recipes", "accelerate_configs", "notebooks")
+FILES = ("README.md", "constraints.txt")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "__init__.py", "*.pyc", ".ipynb_checkpoints")
 
 
-def init(folder: Path) -> int:
+def init(folder: Path, *, as_json: bool = False) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
@@ -21,12 +24,17 @@ def init(folder: Path) -> int:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{folder} cannot be written ({reason}); choose another folder.") from error
-    print(f"Copied {', '.join(FOLDERS)}, README.md and constraints.txt to {folder}.")
+    copied = [name for name in (*FOLDERS, *FILES) if name not in kept]
+    if as_json:
+        print(json.dumps({"folder": str(folder), "copied": copied, "kept": kept}, indent=2))
+        return 0
+    is_here = folder.resolve() == Path.cwd()
+    enters = "" if is_here else f"  cd {shlex.quote(str(folder))}\n"
+    print(f"Copied {', '.join(copied[:-1])} and {copied[-1]} to {'this folder' if is_here else folder}.")
     for name in kept:
         print(f"{name} was there before, and stays as it was.")
     print(
-        "Next steps:\n"
-        f"  cd {folder}\n"
+        f"Next steps:\n{enters}"
         "  finetune doctor\n"
         "  finetune train recipes/configs/demo.yaml \\\n"
         '    --model.path "$(python -m finetune.cli.demo_model)"\n'
@@ -46,9 +54,9 @@ def unpack(folder: Path) -> list[str]:
         raise InputError(f"{', '.join(taken) or folder} already exists; choose another folder. Nothing was written.")
     for name in FOLDERS:
         shutil.copytree(shipped_files() / name, folder / name, ignore=NOT_COPIED)
-    files = {"README.md": Path(__file__).with_name("project_readme.md")}
-    files["constraints.txt"] = shipped_files() / "constraints.txt"
-    kept = [name for name in files if (folder / name).exists()]
-    for name in files.keys() - {*kept}:
-        shutil.copyfile(files[name], folder / name)
+    sources = (Path(__file__).with_name("project_readme.md"), shipped_files() / "constraints.txt")
+    kept = [name for name in FILES if (folder / name).exists()]
+    for name, source in zip(FILES, sources):
+        if name not in kept:
+            shutil.copyfile(source, folder / name)
     return kept

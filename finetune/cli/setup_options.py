@@ -14,6 +14,7 @@ def add_init(verbs: Any) -> None:
         "versions of libraries and a README to a folder. Existing files are never touched.",
     )
     init.add_argument("folder", metavar="DIR", type=Path, help="folder to create, or to add to")
+    init.add_argument("--json", action="store_true", help="print what was copied and what was kept as JSON")
     init.set_defaults(run=_init)
 
 
@@ -32,7 +33,7 @@ def add_doctor(verbs: Any) -> None:
 def _init(options: argparse.Namespace) -> int:
     from finetune.cli.init_verb import init
 
-    return init(options.folder)
+    return init(options.folder, as_json=options.json)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from finetune.cli.hub_first import ask_for_data, ask_for_result
+
 
 def add_generate(verbs: Any) -> None:
     """The verb that answers prompts."""
@@ -39,6 +41,11 @@ def add_chat(verbs: Any) -> None:
     )
     _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the system says at the beginning")
+    chat.add_argument(
+        "--json",
+        action="store_true",
+        help="print a line of JSON for each answer, and nothing else, for a program that writes to standard input",
+    )
     chat.set_defaults(run=_chat)
 
 
@@ -65,12 +72,15 @@ def _add_model(verb: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    ask_for_result(options.model, options.base_model)
+    ask_for_data(options.prompts)
     from finetune.cli.generate_verb import generate
 
     return generate(options)
 
 
 def _chat(options: argparse.Namespace) -> int:
+    ask_for_result(options.model, options.base_model)
     from finetune.cli.chat_verb import chat
 
     return chat(options)

@@ -38,6 +38,12 @@ def add_train(verbs: Any) -> None:
         "--recipe", metavar="FILE", type=Path, help="a recipe of your own; default: the one that CONFIG is for"
     )
     train.add_argument("--print-command", action="store_true", help="print the accelerate command, and start nothing")
+    train.add_argument(
+        "--json",
+        action="store_true",
+        help="end standard output with a line of JSON: exit code, output folder and losses of the run; with "
+        "--print-command print the command and why as JSON instead",
+    )
     train.set_defaults(run=_train)
 
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from finetune.cli.hub_first import ask_for_run
 from finetune.cli.planning.launch_command import in_lines
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.config.command_line import parse
@@ -16,6 +17,7 @@ from finetune.config.recipe_classes import class_of, script_of
 from finetune.config.sections import Run
 from finetune.errors import InputError
 from finetune.hardware import cores
+from finetune.output.run_reading import read_run
 from finetune.shipped import shipped_files
 
 
@@ -38,6 +40,8 @@ def train(options: argparse.Namespace) -> int:
     arguments = ["--config", options.config, *options.others]
     script = _script(options, arguments)
     named = None if options.strategy is None else _path_of(options.strategy)
+    if options.recipe is None and not options.print_command:
+        ask_for_run(arguments)
 
     from finetune.distributed.launcher import StrategyFile, gpu_count, launch, strategy_of_rehearsal  # seconds
 
@@ -49,8 +53,6 @@ def train(options: argparse.Namespace) -> int:
         chosen = Chosen(strategy_of_rehearsal(processes), "because there is no GPU to plan for")
     file = StrategyFile.read(named or _path_of(chosen.strategy))
     precision = options.mixed_precision or (named is None and chosen.mixed_precision) or file.precision_here()
-    if named is None:
-        print(f"Strategy {chosen.strategy}, {chosen.why}.")
     threads = max(1, cores.usable() // processes)
     words = [["accelerate", "launch"], ["--config_file", str(file.path)]]
     if "OMP_NUM_THREADS" not in os.environ:
@@ -59,8 +61,34 @@ def train(options: argparse.Namespace) -> int:
         words += [["--num_processes", str(processes)], ["--main_process_port", "0"]]
     if precision != file.mixed_precision:
         words.append(["--mixed_precision", precision])
-    print(in_lines([*words, [str(script)], *_in_groups(arguments)]), flush=True)
-    return 0 if options.print_command else launch(file, processes, precision, threads, script, arguments)
+    words += [[str(script)], *_in_groups(arguments)]
+    if options.print_command and options.json:
+        told: dict[str, Any] = {
+            "strategy": named or chosen.strategy,
+            "why": None if named else chosen.why,
+            "processes": processes,
+        }
+        told |= {"mixed_precision": precision, "command": [word for group in words for word in group]}
+        print(json.dumps(told, indent=2, default=str))
+        return 0
+    if named is None:
+        print(f"Strategy {chosen.strategy}, {chosen.why}.")
+    print(in_lines(words), flush=True)
+    if options.print_command:
+        return 0
+    exit_code = launch(file, processes, precision, threads, script, arguments)
+    if options.json:
+        print(json.dumps({"exit_code": exit_code} | _outcome(options, arguments, exit_code)))
+    return exit_code
+
+
+def _outcome(options: argparse.Namespace, arguments: Sequence[str], exit_code: int) -> dict[str, Any]:
+    """What a run has left; nothing is known of a recipe of the user's own."""
+    if options.recipe is not None:
+        return {}
+    folder = Path(parse(class_of(arguments), arguments).train.output_dir)
+    record = read_run(folder) if exit_code == 0 else {}
+    return {"output_dir": str(folder), "eval_loss": record.get("eval_loss")}
 
 
 def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
