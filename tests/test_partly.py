@@ -31,8 +31,6 @@ SETTINGS = {
     "qlora": Setting(bits=4, row_tokens=512, micro_batch_size=5, adapter="lora", layout="flat"),
     "fsdp2": Setting("fsdp2", 4, row_tokens=128, accumulation=2),
     "zero3": Setting("zero3", 4, row_tokens=256, adapter="lora"),
-    "zero2": Setting("zero2", 2, row_tokens=256),
-    "ddp": Setting("ddp", 2, row_tokens=64, weights="bf16"),
 }
 RECOMPUTED = (1, 6, 9)
 

@@ -63,8 +63,9 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     dtype = models.stored_dtype(model.config)
     averaged = bool(config["train"].get("ema_decay"))  # older runs have no such key
     state = {}
-    for name, value in checkpoint.tensors((AVERAGES if averaged else WEIGHTS) + name for name in shapes):
-        bare = name.removeprefix(AVERAGES if averaged else WEIGHTS)
+    has_average = {name for name in shapes if averaged and AVERAGES + name in checkpoint.manifest.tensors}
+    for name, value in checkpoint.tensors((AVERAGES if name in has_average else WEIGHTS) + name for name in shapes):
+        bare = name.removeprefix(AVERAGES).removeprefix(WEIGHTS)
         trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
         state[bare] = trained if adapter_alone else trained.to(dtype)
     beginning = _beginning(checkpoint, config) if config["adapter"].get("init") in ("pissa", "olora") else {}
