@@ -30,7 +30,7 @@ from finetune.cli.links.bus_bandwidth import (
     with_slow_links,
 )
 from finetune.cli.links.links_file import LinksFile, Machine
-from finetune.errors import RunStopped
+from finetune.errors import RunStopped, first_line
 from finetune.units import MIB
 
 SIZES = {"cuda": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB, 256 * MIB), "cpu": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB)}
@@ -50,7 +50,7 @@ def measure(seconds: float) -> LinksFile | None:
         seconds: that each size of each operation may take.
 
     Raises:
-        RunStopped: if machines have different numbers of processes, or a process does not answer.
+        RunStopped: if machines have different numbers of processes, or a process fails or does not answer.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
@@ -61,10 +61,12 @@ def measure(seconds: float) -> LinksFile | None:
             return _Measurement(torch.device(kind), seconds).all()
         finally:
             dist.destroy_process_group()
-    except (dist.DistError, RuntimeError) as error:
+    except RunStopped:
+        raise
+    except RuntimeError as error:  # as all errors of process groups are: gloo's have no type of their own
         raise RunStopped(
-            f"The processes did not all answer within {LONGEST_WAIT.seconds} s ({str(error).splitlines()[0]}); look "
-            "for one that died or hangs, and at the network between the machines."
+            f"The links could not be measured ({first_line(error)}). If a process did not answer within "
+            f"{LONGEST_WAIT.seconds} s, look for one that died or hangs, and at the network between the machines."
         ) from error
 
 
