@@ -20,8 +20,6 @@ import argparse
 import json
 import math
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,19 +39,12 @@ from finetune.planner.question import question_about
 
 from .plan_cases import REHEARSED, Case, asked, cases
 from .plan_results import broken_bounds, table
-from .plan_runs import GIB, KINDS, ROOT, Bench
+from .plan_runs import GIB, KINDS, Bench
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 GPU_OF_A_LIST = "1xH200"
 MINUTES = 7.0
 """In which runs begin, tracing included: of 8, with what the last run takes."""
-_LOOK = """
-import json, torch
-from finetune.output import environment
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-sizes = [[gpu.name, gpu.total_memory] for gpu in gpus]
-print(json.dumps({"gpus": sizes, "environment": environment() | {"cuda": torch.version.cuda}}))
-"""
 Measure = Callable[[Case], dict[str, Any]]
 
 
@@ -104,24 +95,28 @@ def predictions_elsewhere(
         return pool.submit(predictions, machines, only, rehearses=rehearses).result()
 
 
+def seen_here() -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Names and bytes of this machine's GPUs, and its versions."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(gpu.name, gpu.total_memory) for gpu in gpus], environment() | {"cuda": torch.version.cuda}
+
+
 def look() -> tuple[Machines, dict[str, Any]]:
-    """This machine's GPUs and its versions, by a process of its own, which leaves nothing on the GPUs.
+    """``seen_here``, by a process of its own, which leaves nothing on the GPUs.
 
     Raises:
         InputError: if there are none.
     """
-    gpus: list[tuple[str, int]] = []
-    seen: dict[str, Any] = {}
-    if shutil.which("nvidia-smi") is not None:
-        found = subprocess.run([sys.executable, "-c", _LOOK], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-        seen = json.loads(found.stdout.splitlines()[-1])
-        gpus = seen["gpus"]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        gpus, versions = pool.submit(seen_here).result()
     if not gpus:
         raise InputError(
             "There is no GPU here to hold the planner against; --list shows what would be run, and --rehearse runs a "
             "tiny model on the CPU."
         )
-    return Machines(lookup(*gpus[0]), len(gpus)), seen["environment"]
+    return Machines(lookup(*gpus[0]), len(gpus)), versions
 
 
 def record(

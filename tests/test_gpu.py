@@ -1,6 +1,7 @@
 """On a GPU: half precisions follow fp32, quantised kernels follow the CPU's, and memory and speed are reported."""
 
 import json
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ def test_half_precision_follows_fp32_and_reports_the_gpu(
         pairs = zip(found[precision], found["no"])
         assert max(abs(a[key] - b[key]) for a, b in pairs if a[key] is not None) < 2e-2
     assert found[precision][-1]["peak_memory_gib"] > 0
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_the_seconds_of_steps_add_up_to_those_of_the_run(
+    model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The last step, read at once and not with the next one, took as long as the others."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", train__steps=8))
+    seconds = [each["step_seconds"] for each in scenarios.read_metrics(tmp_path / "run")]
+    assert min(seconds[2:]) > 0.3 * statistics.median(seconds[2:])
 
 
 @pytest.mark.gpu
@@ -74,7 +87,9 @@ def test_paged_state_lies_in_memory_that_the_gpu_may_give_away():
     weight = torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda"))
     weight.grad = torch.ones_like(weight)
     groups = [{"params": [weight], "weight_decay": 0.0, "state_bits": 8}]
-    optimizer = build_eight_bit_optimizer(groups, name="paged_adamw_8bit", learning_rate=1e-3, rounding_seed=0)
+    optimizer = build_eight_bit_optimizer(
+        groups, name="paged_adamw_8bit", learning_rate=1e-3, betas=(0.9, 0.999), rounding_seed=0
+    )
     optimizer.step()
     (state,) = optimizer.state.values()
     assert state["state1"].is_paged

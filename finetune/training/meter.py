@@ -19,6 +19,29 @@ MOST_SKIPPED_IN_A_ROW = 40
 """A loss scale of 2^24 has been halved to nothing by then."""
 
 
+class Moment:
+    """When a device got to here: a GPU does so later than the host, which does not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.reached: Any = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.reached is not None:
+            self.reached.record()
+        self.seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device got there."""
+        if self.reached is not None:
+            self.reached.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from an earlier moment of the same device to this one; waits for it."""
+        if self.reached is None:
+            return self.seconds - earlier.seconds
+        self.wait()
+        milliseconds: float = earlier.reached.elapsed_time(self.reached)
+        return milliseconds / 1e3
+
+
 class Meter:
     """Collects a step's tensors and turns them into numbers when the next step is under way."""
 
@@ -44,11 +67,11 @@ class Meter:
         self.flops = flops
         self.peak_flops = peak_flops
         self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
-        self.unread: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self.unread: list[tuple[dict[str, Any], torch.Tensor, Moment]] = []
         kinds = ("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row", "left_out_steps")
         self.counters = dict.fromkeys(kinds, 0) | (counters or {})
         """Steps that were left out so far: because fp16 overflowed, because a figure was not finite, and for either."""
-        self.clock = time.perf_counter()
+        self.clock = Moment(accelerator.device)
         self.speeds: list[float] = []
         self.peak_memory_gib = 0.0
 
@@ -113,28 +136,34 @@ class Meter:
         }
         device = self.accelerator.device
         memory = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-        others = (*chain(*figures.values()), grad_norm, memory)
-        rest = [torch.as_tensor(other, device=device).float().reshape(1) for other in others]
+        others: list[torch.Tensor | float] = [*chain(*figures.values()), grad_norm, memory]
+        rest = [
+            other.to(device).float().reshape(1)
+            if isinstance(other, torch.Tensor)
+            else torch.full((1,), float(other), device=device)  # a copy would wait for the GPU
+            for other in others
+        ]
         mine = torch.cat([losses.float(), *rest])
         finished = self.flush()
-        self.unread.append((known, self.accelerator.gather(mine[None])))
+        gathered = self.accelerator.gather(mine[None]).to("cpu", non_blocking=True)
+        self.unread.append((known, gathered, Moment(device)))
         return finished if device.type == "cuda" else self.flush()
 
     def flush(self) -> list[dict[str, Any]]:
         """Wait for the steps that were not read yet, and return their metrics."""
-        finished = [self._read(known, gathered) for known, gathered in self.unread]
+        finished = [self._read(*each) for each in self.unread]
         self.unread = []
         return finished
 
-    def _read(self, known: dict[str, Any], gathered: torch.Tensor) -> dict[str, Any]:
+    def _read(self, known: dict[str, Any], gathered: torch.Tensor, end: Moment) -> dict[str, Any]:
+        end.wait()  # for the numbers too, which were copied before it
         # processes x (micro-batches, totals and divisors of the figures, gradient norm, memory)
         numbers = gathered.double()
         grad_norm, peak_memory_gib = numbers[0, -2].item(), numbers[:, -1].max().item()
         losses, figures = numbers[:, :-2].tensor_split([numbers.shape[1] - 2 - 2 * len(known["figures"])], dim=1)
         bad = self._count_if_bad(known, losses, grad_norm)
         self.counters["left_out_steps"] += bool(bad) or known["skipped"]
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
+        seconds, self.clock = end.since(self.clock), end
         metrics = {
             "step": known["step"],
             "loss": None if bad else losses.sum().item() / known["divide_by"],
@@ -202,4 +231,4 @@ class Meter:
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what was done between the steps."""
-        self.clock = time.perf_counter()
+        self.clock = Moment(self.accelerator.device)
