@@ -3,6 +3,8 @@
 The libraries retry six times, half a minute per file, and then only name the last file they tried.
 """
 
+import os
+import re
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -13,6 +15,31 @@ from finetune.errors import InputError, first_line
 Kind = Literal["model", "dataset"]
 SECONDS = 3.0
 """To wait for an answer, looking up the hub's name included: a command without access then ends within five."""
+_ID = re.compile(r"(?:(?P<owner>\w[\w.-]*)/)?\w[\w.-]*")
+
+
+def is_hub_id(name: str, *, needs_owner: bool = True) -> bool:
+    """Whether a name can only be that of a model or dataset on the hub, ``owner/name``: what is here comes first, and
+    in a folder that is here something may be missing.
+
+    Args:
+        needs_owner: otherwise ``gpt2`` is one too, as the oldest models are called.
+    """
+    found = _ID.fullmatch(name)
+    if found is None or os.path.exists(name):
+        return False
+    return not needs_owner if found["owner"] is None else not os.path.isdir(found["owner"])
+
+
+def missing_in_folder(name: str) -> str | None:
+    """What is wrong with a name that could be an id of the hub, but for a folder of the owner's name that is here."""
+    found = _ID.fullmatch(name)
+    if found is None or not found["owner"] or os.path.exists(name) or not os.path.isdir(found["owner"]):
+        return None
+    return (
+        f"there is no folder {name}, though there is a folder {found['owner']}; check the name, or, if the hub's is "
+        f"meant, start in a folder that has no {found['owner']}."
+    )
 
 
 def refuse_without_access(
@@ -24,6 +51,7 @@ def refuse_without_access(
     seconds: float = SECONDS,
     waits_if_busy: bool = True,
     instead: str | None = None,
+    may_be_here: bool = True,
 ) -> bool:
     """Whether the hub is to be asked for a model or dataset; if not, the folder or the cache has it.
 
@@ -37,12 +65,16 @@ def refuse_without_access(
         waits_if_busy: leave a hub that is busy to the library, which asks again for half a minute; otherwise that is no
             answer.
         instead: what else can be given; None for the folder of a model or dataset.
+        may_be_here: otherwise the name is an id, whatever folders are here.
 
     Raises:
-        InputError: with what to do to get it, if the hub refuses it, or does not answer and the cache does not know it.
+        InputError: with what to do to get it, if it is missing in a folder that is here, if the hub refuses it, or if
+            the hub does not answer and the cache does not know it.
     """
-    if Path(name).exists():
+    if may_be_here and Path(name).exists():
         return False
+    if may_be_here and (missing := missing_in_folder(name)):
+        raise InputError(missing[0].upper() + missing[1:])
     from huggingface_hub import errors, hf_hub_url, try_to_load_from_cache  # a tenth of a second
 
     try:

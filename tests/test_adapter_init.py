@@ -2,20 +2,26 @@
 
 import json
 import math
+import os
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import preferences
 import pytest
 import scenarios
+import tiny
 import torch
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_parity import skip_what_this_machine_lacks
+from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from finetune.checkpoint import resuming
@@ -30,7 +36,7 @@ from finetune.export.checkpoint_export import export
 from finetune.models import adapter, adapter_start, loading, quantization
 from finetune.models.attention import stock_attention
 from finetune.output import run_files
-from finetune.run import preflight
+from finetune.run import model_setup, preflight
 from finetune.run.pairs import pair_problems
 from recipes import sft
 
@@ -131,17 +137,53 @@ def product(matrix: torch.Tensor, threads: int) -> torch.Tensor:
     return left @ right
 
 
+@pytest.mark.parametrize("rank", [3, RANK, 40])
+@pytest.mark.parametrize("shape", ["product", "rows pruned", "columns padded"])
+def test_approximation_of_a_weight_of_low_rank_is_the_best_one(shape: str, rank: int):
+    matrix = torch.randn(512, 768, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if shape == "product":
+        matrix = matrix[:, :rank] @ matrix[:rank]
+    elif shape == "rows pruned":
+        matrix[torch.arange(512) % (512 // rank) > 0] = 0
+    else:
+        matrix[:, rank:] = 0
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    best = u[:, :RANK] * values[:RANK] @ v[:RANK]
+    assert (product(matrix, 1) - best).norm() < 1e-3 * best.norm()
+
+
+def pruned(folder: Path) -> Path:
+    """A model of which all linear layers have but three rows that are not zero."""
+    tiny.write_weights(tiny.build_model_folder(folder, hidden_size=256, intermediate_size=512))
+    weights = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        value[3:] *= "_proj" not in name
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_pissa_on_a_pruned_base_is_the_base_and_has_all_of_its_weights(tmp_path: Path):
+    folder = pruned(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    model, _ = started(base_of(folder), "pissa", rank=4)
+    for name, added, frozen in layers_of(model):
+        assert (added - stored[f"{name}.weight"]).abs().max() < 1e-6
+        assert (frozen + added - stored[f"{name}.weight"]).abs().max() < 1e-6
+
+
+def test_loftq_on_a_pruned_base_makes_up_for_all_that_is_lost(tmp_path: Path):
+    folder = pruned(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    model, _ = started_in_4_bits(folder, rank=4)
+    for name, added, _ in layers_of(model):
+        lost = stored[f"{name}.weight"] - dequantised(model.get_submodule(name).get_base_layer())
+        assert lost.norm() > 1e-2
+        assert (lost - added).norm() < 1e-5 * lost.norm()
+
+
 def test_loftq_brings_each_layer_of_a_4_bit_base_nearer_to_the_stored_weight(weights_folder: Path):
-    model = base_of(weights_folder)
-    quantization.quantize(model, 4, torch.float32, CPU)
-    vars(model).update(is_loaded_in_4bit=True)  # for PEFT
-    section = sections.Adapter(type="lora", rank=RANK, alpha=24, init="loftq")
-    adapter.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
-    files = [weights_folder / "model.safetensors"]
-    whole: Any = lambda _: nullcontext()  # noqa: E731
-    before = {name: frozen.clone() for name, _, frozen in layers_of(model)}
-    assert adapter_start.start(model, section, files=files, device=CPU, whole=whole, computes=True) == {}
-    with safe_open(files[0], framework="pt") as stored:
+    model, before = started_in_4_bits(weights_folder)
+    with safe_open(weights_folder / "model.safetensors", framework="pt") as stored:
         for name, added, frozen in layers_of(model):
             assert torch.equal(frozen.view(torch.uint8), before[name].view(torch.uint8))
             quantised = model.get_submodule(name).get_base_layer()
@@ -150,6 +192,20 @@ def test_loftq_brings_each_layer_of_a_4_bit_base_nearer_to_the_stored_weight(wei
             best = left[:, :RANK] * values[:RANK] @ right[:RANK]
             assert (added - best).abs().max() < 1e-6
             assert (lost - added).norm() < 0.95 * lost.norm()
+
+
+def started_in_4_bits(folder: Path, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model with loftq's start, and the frozen weights before it."""
+    model = base_of(folder)
+    quantization.quantize(model, 4, torch.float32, CPU)
+    vars(model).update(is_loaded_in_4bit=True)  # for PEFT
+    section = sections.Adapter.model_validate({"type": "lora", "rank": RANK, "alpha": 24, "init": "loftq"} | settings)
+    adapter.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
+    files = [folder / "model.safetensors"]
+    whole: Any = lambda _: nullcontext()  # noqa: E731
+    before = {name: frozen.clone() for name, _, frozen in layers_of(model)}
+    assert adapter_start.start(model, section, files=files, device=CPU, whole=whole, computes=True) == {}
+    return model, before
 
 
 def dequantised(layer: Any) -> torch.Tensor:
@@ -347,6 +403,34 @@ def test_two_processes_train_what_one_does(init: str, strategy: str, train: Any)
     assert all((saved[name] - weight).abs().mean() < 1e-6 for name, weight in expected_adapter.items())
 
 
+def train_with_a_slow_start(config: Any) -> dict[str, Any]:
+    """The recipe, with a start that takes the main process longer than the next collective would wait for it."""
+    begin, load, limit = adapter_start.start, model_setup.load_model, timedelta(minutes=30)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(5 if os.environ["RANK"] == "0" else 0)
+        return begin(*args, **kwargs)
+
+    def hurried(*args: Any) -> Any:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+        loaded = load(*args)
+        torch.distributed.all_reduce(torch.ones(1))
+        distributed_c10d._set_pg_timeout(limit)
+        return loaded
+
+    with mock.patch.object(adapter_start, "start", slow), mock.patch.object(model_setup, "load_model", hurried):
+        return scenarios.train(config)
+
+
+def test_processes_wait_for_a_start_longer_than_for_a_collective(
+    ranks: Any, weights_folder: Path, conversations: Path, tmp_path: Path
+):
+    settings = {"adapter__type": "lora", "adapter__init": "pissa", "train__steps": 1}
+    config = scenarios.configuration(weights_folder, conversations, tmp_path / "run", **settings)
+    for seen in ranks(2).run(train_with_a_slow_start, config, strategy="ddp"):
+        assert_really_active(seen, "ddp", 2)
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -378,8 +462,8 @@ def test_start_that_cannot_be_is_refused(
     ("settings", "says"),
     [
         ({"adapter__type": "none"}, r"adapter\.init is set, but adapter\.type is none"),
-        ({"adapter__rank": 65}, "has only 64; set adapter.rank"),
-        ({"adapter__targets": ["lm_head"]}, "lm_head another layer uses too"),
+        ({"adapter__rank": 65}, r"v_proj has only 64; set adapter.rank_pattern to \{k_proj: 64, v_proj: 64\}"),
+        ({"adapter__targets": ["lm_head"]}, "another layer uses the weight of lm_head too"),
         ({"quantization__bits": 4}, "set adapter.init to loftq"),
     ],
 )
@@ -406,3 +490,35 @@ def test_loftq_of_weights_under_other_names_is_refused(weights_folder: Path, tmp
     save_file({f"old.{name}": value for name, value in load_file(file).items()}, tmp_path / "model.safetensors")
     (problem,) = adapter_start.problems(skeleton, section, [tmp_path / "model.safetensors"])
     assert "no model.layers.0.self_attn.q_proj.weight" in problem
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_refused_layer_with_one_output_starts_with_the_rank_that_the_sentence_allows(init: Any, weights_folder: Path):
+    def with_gate() -> Any:
+        model = base_of(weights_folder)
+        torch.manual_seed(0)
+        model.model.layers[1].mlp.gate = torch.nn.Linear(128, 1, bias=False)
+        return model
+
+    section = sections.Adapter(type="lora", init=init, rank_pattern={"up_proj": 4})
+    (problem,) = adapter_start.problems(with_gate(), section, None)
+    assert "but model.layers.1.mlp.gate has only 1; set adapter.rank_pattern to {up_proj: 4, gate: 1} or" in problem
+    allowed = {"up_proj": 4, "gate": 1}
+    section = sections.Adapter(type="lora", init=init, rank_pattern=allowed)
+    assert adapter_start.problems(with_gate(), section, None) == []
+    model, _ = started(with_gate(), init, rank_pattern=allowed)
+    sums = {name: product + frozen for name, product, frozen in layers_of(model)}
+    name = "model.layers.1.mlp.gate"
+    assert (sums[name] - with_gate().get_submodule(name).weight).abs().max() < 1e-6
+
+
+def test_loftq_starts_a_tied_output_head_by_default(weights_folder: Path):
+    settings: dict[str, Any] = {"targets": ["q_proj", "lm_head"]}
+    section = sections.Adapter(type="lora", init="loftq", rank=RANK, **settings)
+    assert adapter_start.problems(base_of(weights_folder), section, [weights_folder / "model.safetensors"]) == []
+    model, _ = started_in_4_bits(weights_folder, **settings)
+    products = {name: product for name, product, _ in layers_of(model)}
+    assert {name.split(".")[-1]: bool(product.any()) for name, product in products.items()} == {
+        "q_proj": True,
+        "lm_head": False,
+    }

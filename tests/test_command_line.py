@@ -1,13 +1,20 @@
 """Configuration: YAML and flags, strict, all problems at once, each a sentence that says what to do."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
+from finetune.config import sections
 from finetune.config.command_line import parse, to_yaml
+from finetune.config.dpo_section import Dpo
+from finetune.config.pretrain_section import Budget, Corpus, Tokens
 from finetune.errors import InputError
 from recipes.sft import Config
 
@@ -199,6 +206,56 @@ def test_key_that_takes_several_types_has_one_complaint_and_the_nearest(flags: l
         parse(Config, ["--model.path", "m", "--data.train", "t", "--train.output_dir", "o", *flags])
     (problem,) = error.value.problems
     assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("activation_checkpointing", "must be auto or none or full or a whole number, got"),
+        ("micro_batch_size", "must be a whole number or auto, got"),
+        ("seed", "must be a valid integer, got"),
+        ("learning_rate", "must be a valid number, got"),
+        ("ema_decay", "must be a valid number, got"),
+    ],
+)
+def test_true_and_false_are_no_numbers(key: str, sentence: str, word: str, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train: {{{key}: {word}}}")
+    for arguments in (["--config", str(file)], [f"--train.{key}", word]):
+        (problem,) = problems(*REQUIRED, *arguments)
+        assert problem == f"train.{key}: {sentence} {word.title()}; change it, or see --help."
+
+
+def number_keys() -> Iterator[tuple[str, Any]]:
+    """Every key of every section, and of the objects in lists, that takes a number, alone or in a list or mapping."""
+    for section in dict.fromkeys([*sections.Section.__subclasses__(), Dpo, Budget, Corpus]):
+        for name, field in section.model_fields.items():
+            if name in section.__annotations__ and re.search(r"\b(int|float)\b", str(field.rebuild_annotation())):
+                yield f"{section.__name__}.{name}", field.rebuild_annotation()
+
+
+@pytest.mark.parametrize(("key", "annotation"), list(number_keys()))
+def test_no_key_makes_a_number_of_true(key: str, annotation: Any):
+    for value in (True, False, [True, True], [False, False], {"a": True}, {"a": False}):
+        with pytest.raises(ValidationError):
+            TypeAdapter(annotation).validate_python(value)
+
+
+def test_tokens_are_taken_as_people_write_them():
+    taken = TypeAdapter(Tokens)
+    assert [taken.validate_python(value) for value in (5, 2e9, "2e9", "7")] == [5, 2_000_000_000, 2_000_000_000, 7]
+    for value in (True, 0, 1.5, "many", float("inf")):
+        with pytest.raises(ValidationError):
+            taken.validate_python(value)
+
+
+@pytest.mark.parametrize("written", ["12", "'12'"])
+def test_a_number_of_layers_is_taken_from_a_file_and_from_a_flag(written: str, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train: {{activation_checkpointing: {written}}}")
+    for arguments in (["--config", str(file)], ["--train.activation_checkpointing", written]):
+        assert parse(Config, [*REQUIRED, *arguments]).train.activation_checkpointing == 12
 
 
 def test_text_and_number_of_a_key_that_takes_both_are_told_apart():

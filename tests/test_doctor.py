@@ -83,6 +83,14 @@ def test_full_disk_is_an_error(tmp_path: Path):
     assert states == ["error", "warning", "ok"]
 
 
+def test_a_folder_of_the_name_of_an_owner_is_not_taken_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / hub_state.PUBLIC[0]).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_access, "_failure", lambda url, seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert [found.state for found in hub_state.examine()] == ["ok", "ok"]
+
+
 def test_hub_that_cannot_be_reached_is_a_warning_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub_access, "_failure", lambda url, seconds: OSError("name: not known"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

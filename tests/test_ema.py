@@ -88,9 +88,10 @@ def test_averages_are_those_of_pytorch_and_change_no_weight(name: str, weights: 
     assert averages_of(plain, without) == {}
 
 
-def test_a_step_that_the_loss_scaler_leaves_out_leaves_the_averages():
+@pytest.mark.parametrize("fused", [False, True])  # a fused one is called all the same, and leaves the step out itself
+def test_a_step_that_the_loss_scaler_leaves_out_leaves_the_averages(fused: bool):
     model = Block()
-    optimizer, scaler = optimizer_of(model, "adamw"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = optimizer_of(model, "adamw", fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (1.0, torch.inf, 1.0):
         before = {key: value.clone() for key, value in averages_of(model, optimizer).items()}
         optimizer.zero_grad()
@@ -100,6 +101,18 @@ def test_a_step_that_the_loss_scaler_leaves_out_leaves_the_averages():
         same = before == {} or torch.equal(before["linear.weight"], averages_of(model, optimizer)["linear.weight"])
         assert same == (factor == torch.inf or before == {})
     assert optimizer.state[model.linear.weight][averaging.AVERAGED_STEPS] == 2
+
+
+def test_a_first_step_that_overflows_in_a_fused_optimizer_begins_the_averages_and_counts_for_nothing():
+    model = Block()
+    optimizer = optimizer_of(model, "adamw", fused=True)
+    model.linear.weight.grad = torch.ones_like(model.linear.weight)
+    for found_inf, counted in ((1.0, 0), (0.0, 1)):
+        optimizer.found_inf, before = torch.tensor(found_inf), model.linear.weight.detach().clone()
+        optimizer.step()
+        state = optimizer.state[model.linear.weight]
+        assert state[averaging.AVERAGED_STEPS] == state["step"] == counted
+        assert torch.equal(before, state[averaging.AVERAGE]) == (counted == 0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd"])
@@ -193,7 +206,7 @@ def test_training_is_the_same_to_the_bit_and_what_is_evaluated_and_saved_is_the_
     assert min(abs(a["eval_loss"] - b["eval_loss"]) for a, b in zip(metrics, plain)) > 1e-4
     averages, final = tensors(folder, distributed.AVERAGES), load_file(folder / "final" / "model.safetensors")
     assert largest_difference({name: averages[name] for name in final}, final) == 0
-    assert "averages over the steps, of which each keeps 0.3" in (folder / "final" / "README.md").read_text()
+    assert "weights: exponential moving average, decay 0.3\n" in (folder / "final" / "README.md").read_text()
     record = yaml.safe_load((folder / "run.yaml").read_text())
     assert record["config"]["train"]["ema_decay"] == DECAY
     assert record["eval_loss"]["after"] == metrics[-1]["eval_loss"]
@@ -328,15 +341,38 @@ def test_averages_are_not_kept_of_weights_on_disk():
         (None, 0.0, None),
     ],
 )
-def test_averages_are_not_begun_or_given_up_where_a_run_resumes(before: float | None, now: float, said: str | None):
+def test_averages_are_not_begun_or_given_up_where_an_optimizer_goes_on(
+    before: float | None, now: float, said: str | None
+):
     averaged = {} if before is None else {"ema_decay": before}
     config: dict[str, Any] = {"adapter": {"type": "none", "init": "default"}, "train": averaged}
     run = {"config": config, "strategy": {"precision": "no"}}
     checkpoint: Any = SimpleNamespace(path="c", contents={"run": run})
     after = json.loads(json.dumps(config)) | {"train": {"ema_decay": now}}
-    problems = resuming.config_problems(checkpoint, after, precision="no", weights_only=True)
+    problems = resuming.config_problems(checkpoint, after, precision="no", weights_only=False)
     assert len(problems) == (said is not None)
     assert all(str(said) in problem for problem in problems)
+    assert all("reset the optimizer with --checkpoint.resume_weights_only true" in problem for problem in problems)
+    assert resuming.config_problems(checkpoint, after, precision="no", weights_only=True) == []
+
+
+@pytest.mark.parametrize("decays", [(0.0, DECAY), (DECAY, 0.0), (DECAY, 0.9)])
+def test_a_run_whose_optimizer_is_reset_takes_up_averages_gives_them_up_or_changes_them(
+    decays: tuple[float, float], runs: Runs, tmp_path: Path
+):
+    settings: dict[str, Any] = {"eval__every": 1, "eval__keep_best": True, "eval__metric": "eval_loss"}
+    settings |= {"checkpoint__every": 1, "train__overwrite": False}
+    runs("single", 1, tmp_path / "run", **settings, train__ema_decay=decays[0], train__steps=2)
+    resumed = {"checkpoint__resume": "auto", "checkpoint__resume_weights_only": True, "train__learning_rate": 0.5}
+    metrics = runs("single", 1, tmp_path / "run", **settings, **resumed, train__ema_decay=decays[1])
+    assert [each["step"] for each in metrics] == [1, 2, 3, 4]
+    best = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["best"]["step"]
+    assert metrics[1]["eval_loss"] < min(each["eval_loss"] for each in metrics[2:])
+    assert best == (2 if all(decays) else min(metrics[2:], key=lambda each: each["eval_loss"])["step"])
+    found = open_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{best:08d}")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    prefix = distributed.AVERAGES if decays[1] else "weights/"
+    assert largest_difference({name: found.tensor(prefix + name) for name in final}, final) == 0
 
 
 def test_averages_take_four_bytes_of_each_trained_weight():

@@ -109,18 +109,56 @@ def test_gradients_of_a_frozen_an_adapted_and_a_copied_head_are_the_same(what: s
     assert any("lm_head" in name for name in gradients(model)) == (what != "adapter")
 
 
+def with_trained_rows(family: str) -> PreTrainedModel:
+    """A model of which an adapter trains the rows of three tokens, in embedding and head."""
+    model, section = model_of(family), sections.Adapter(type="lora", rank=4, targets=["q_proj"])
+    rows = range(VOCABULARY - 5, VOCABULARY - 2)
+    adapters.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0, token_rows=rows)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied", "gemma2", "granite"])
+def test_gradients_of_a_head_whose_rows_are_trained_are_those_of_all_scores(family: str, at_once: int):
+    model = with_trained_rows(family)
+    assert_alike(model, micro_batch())
+    is_tied = bool(model.config.tie_word_embeddings)
+    found = [name for name in gradients(model) if "trainable_tokens_delta" in name]
+    assert len(found) == (1 if is_tied else 2)
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if "base_layer" in name)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied"])
+def test_scores_of_a_head_whose_rows_are_trained_are_made_once(family: str, at_once: int):
+    model, (next_tokens, inputs) = with_trained_rows(family), micro_batch()
+    take_losses(model)
+    made = list[int]()
+
+    def watching(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        made.append(scores.shape[1])
+        return token_loss_sum(scores, targets)
+
+    places = losses.trained_positions(next_tokens)
+    model(**inputs, loss_of_scores=LossOfScores(watching, places, next_tokens.flatten()[places])).backward()
+    assert sum(made) == len(places)
+
+
 def of_rows(losses_N: torch.Tensor, row_N: torch.Tensor) -> torch.Tensor:
     """Of each row of a micro-batch a function of its sum, as a loss of preferences is."""
     sums = torch.zeros(6).index_add(0, row_N, losses_N)
     return torch.nn.functional.logsigmoid(0.1 * (sums[::2] - sums[1::2])).sum()
 
 
-@pytest.mark.parametrize("what", ["trained", "frozen", "adapter on the head", "head trained in full"])
+@pytest.mark.parametrize("what", ["trained", "frozen", "adapter on the head", "head trained in full", "rows trained"])
 def test_loss_that_is_no_sum_over_positions_has_the_gradients_of_all_scores(what: str, at_once: int):
     model, (next_tokens, inputs) = model_of("llama"), micro_batch()
     targets = ["q_proj", *(["lm_head"] if what == "adapter on the head" else [])]
     saved = ["lm_head"] if what == "head trained in full" else []
-    if what != "trained":
+    if what == "rows trained":
+        model = with_trained_rows("llama")
+    elif what != "trained":
         section = sections.Adapter(type="lora", rank=4, targets=targets, modules_to_save=saved)
         adapters.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
         for name, parameter in model.named_parameters():

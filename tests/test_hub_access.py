@@ -15,8 +15,13 @@ import pytest
 import tiny
 
 from finetune import hub_access
+from finetune.cli import hub_first
 from finetune.data.sources import Source, identity, read
+from finetune.data.sources.names import is_hub_dataset
+from finetune.data.sources.names import problems as data_problems
 from finetune.errors import InputError
+from finetune.export.hub_upload import local_base_of
+from finetune.export.results import Result
 from finetune.models import loading as models
 from finetune.models.model_config import read_config
 
@@ -285,6 +290,66 @@ SILENT = (
     "merge {run} --output {new} --base-model owner/silent",
 )
 """A command for each kind of thing that is asked for: a model alone, that of a configuration, a dataset, a base."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_id"),
+    [
+        ("owner/some-model_1.5", True),
+        ("runs/model", False),  # is a folder here
+        ("runs/file.txt", False),  # is a file here
+        ("runs/other", False),  # is missing in a folder that is here
+        ("owner/name/more", False),
+        ("owner/a model", False),
+        ("./model", False),
+        ("../model", False),
+        ("~/model", False),
+        ("/model", False),
+    ],
+)
+def test_a_name_with_an_owner_is_an_id_of_the_hub_to_all_where_nothing_here_has_it(
+    name: str, is_id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    (tmp_path / "runs" / "file.txt").write_text("")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    asked = list[str]()
+    monkeypatch.setattr(hub_first, "refuse_without_access", lambda path, *_, **__: asked.append(path))
+    hub_first.ask_for_model(name)
+    assert asked == [name] * is_id
+    is_refused = any("there is no folder" in problem for problem in models.problems(name, None, None))
+    assert is_refused == (not is_id and not Path(name).is_dir())
+    base = local_base_of(Result(tmp_path / "adapter", None))
+    assert base == (None if is_id else name)
+    assert is_hub_dataset(name) == is_id
+
+
+def test_a_model_that_is_missing_in_a_folder_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    said = "here is no folder runs/other, though there is a folder runs; check the name, or, if the hub's is meant, "
+    (problem,) = models.problems("runs/other", None, None)
+    assert problem == f"model.path: t{said}start in a folder that has no runs."
+    assert models.problems(str(tmp_path), "runs/other", None)[0].startswith(f"model.tokenizer: t{said}")
+    (problem,) = data_problems([Source("runs/other")])
+    assert problem.startswith(f"runs/other: t{said}")
+    (problem,) = data_problems([Source("runs/other.jsonl")])
+    assert problem.startswith("runs/other.jsonl: there is no such data file or folder")
+    monkeypatch.setattr(hub_access, "_failure", lambda url, seconds: pytest.fail(f"{url} was asked for"))
+    for ask in (models.load_config, models.load_tokenizer, read_config):
+        how = {"trust_remote_code": False} | ({"chat_template": None} if ask is models.load_tokenizer else {})
+        with pytest.raises(InputError, match=f"^T{said}"):
+            ask("runs/other", revision=None, **({} if ask is read_config else how))
+
+
+def test_the_oldest_models_have_no_owner():
+    assert hub_access.is_hub_id("gpt2", needs_owner=False)
+    assert not hub_access.is_hub_id("gpt2")
+    assert models.problems("gpt2", None, None) == []
 
 
 @pytest.mark.slow

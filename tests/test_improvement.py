@@ -448,7 +448,7 @@ def test_a_resumed_run_goes_on_comparing_only_with_what_is_comparable(
 
 
 def test_only_a_run_that_is_resumed_in_its_own_folder_is_compared_with_what_it_was(tmp_path: Path):
-    eval_before = {"run": {"config": {"eval": {"metric": "eval_kl"}}}}
+    eval_before = {"run": {"config": {"eval": {"metric": "eval_kl"}, "train": {}}}}
     found: Any = SimpleNamespace(contents=eval_before)
     launch = Strategy("single", 0, 1, 1, "no", True)
     assert Resumption(configured(), launch, found, weights_only=False, is_same_run=True).compared_by == "eval_kl"

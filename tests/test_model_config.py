@@ -137,7 +137,7 @@ def test_a_config_of_the_hub_is_read_from_its_cache_without_a_connection_and_wit
         ("./nowhere", "There is no file or folder ./nowhere"),
         ("/no/such/config.json", "There is no file or folder /no/such/config.json"),
         ("llama", "There is no file or folder llama"),
-        ("owner/model name", "owner/model name is neither a local folder nor a hub id"),
+        ("owner/model name", "There is no file or folder owner/model name"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_in_a_sentence(path: str, sentence: str):

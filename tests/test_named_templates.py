@@ -9,7 +9,7 @@ import scenarios
 import tiny
 from chat_templates import ZEPHYR, encode, tokenizer_for, trained_text
 from template_families import TALKS, tokenizer_of, tokenizer_with
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data import named_templates
@@ -119,6 +119,17 @@ def test_a_template_whose_tokens_the_tokenizer_lacks_is_refused_with_those_that_
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="mistral needs the special tokens an end-of-sequence token, which the"):
         named_templates.use(tokenizer, "mistral")
+
+
+def test_a_new_token_never_gets_the_id_of_another():
+    vocabulary = {"</s>": 0, "a": 1, "b": 3}  # 2 is missing
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    with pytest.raises(
+        InputError, match=r"would give the new token <\|im_start\|> the id 3, which is that of 'b': ids"
+    ):
+        named_templates.use(tokenizer, "chatml", adds_tokens=True)
+    assert tokenizer.chat_template is None
 
 
 def test_a_name_that_is_nearly_one_is_refused_with_it():

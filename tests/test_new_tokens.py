@@ -13,6 +13,7 @@ import tiny
 import torch
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft import LoraConfig, get_peft_model
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -26,23 +27,29 @@ from finetune.data.formats import Example
 from finetune.data.named_templates import NAMED
 from finetune.data.prompt_texts import Prompt
 from finetune.errors import InputError
+from finetune.export import adapted_model, adapter_source
 from finetune.export.checkpoint_export import export
 from finetune.export.merge import merge
 from finetune.generation.manner import Manner
 from finetune.generation.speaker import load_speakers
 from finetune.models import adapter, loading, new_tokens
+from finetune.models.token_rows import compute_apart
 from finetune.optim.optimizer import build_optimizer
+from finetune.output import run_files
 from finetune.output.run_reading import read_run
 from finetune.run.preflight import check
 from finetune.trace.building import build
 from finetune.training.loss import next_token_loss_sum, take_losses
-from recipes import dpo
+from recipes import dpo, sft
 
 KNOWN = 300
 """Tokens of the base."""
+GROWN = 320
+"""Rows of its vocabulary with two tokens more: the next multiple of 64."""
 STEPS = 4
 LAUNCH = distributed.Strategy.from_environment
-HOW: dict[str, Any] = {"revision": None, "trust_remote_code": False, "device": torch.device("cpu")}
+REVISION: dict[str, Any] = {"revision": None, "trust_remote_code": False}
+HOW: dict[str, Any] = REVISION | {"device": torch.device("cpu")}
 
 
 def base_folder(folder: Path, *, tied: bool, padding: int = 0) -> Path:
@@ -164,10 +171,12 @@ def test_only_the_new_rows_are_trained_and_begin_as_the_mean(tied: bool, padding
     names = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])
     assert after.keys() == before.keys()
     for name in names:
-        assert len(after[name]) == max(KNOWN + 2, KNOWN + padding)
+        assert len(after[name]) == (GROWN if padding < 2 else KNOWN + padding)
         kept = [row for row in range(KNOWN + padding) if row not in (KNOWN, KNOWN + 1)]
         assert torch.equal(after[name][kept], before[name][kept])
         assert ((after[name][KNOWN : KNOWN + 2] - before[name][:KNOWN].mean(0)).abs().amax(1) > 1e-4).all()
+        of_no_token = after[name][max(KNOWN + 2, KNOWN + padding) :]
+        assert torch.equal(of_no_token, before[name].double().mean(0).float().expand_as(of_no_token))
     trained = {name for name in result(runs(base)) if "trainable_tokens_delta" in name}
     prefix = "base_model.model."
     modules = ["model.embed_tokens"] + ([] if tied else ["lm_head"])
@@ -194,7 +203,9 @@ def test_losses_and_gradients_are_those_of_peft(tied: bool, runs: Runs):
     ours = run_model(runs.config(base, "unused"))
     take_losses(ours)
     theirs = AutoModelForCausalLM.from_pretrained(base)
-    theirs.resize_token_embeddings(KNOWN + 2)
+    theirs.resize_token_embeddings(GROWN, mean_resizing=False)
+    for module in new_tokens.own(theirs):
+        module.weight.data[KNOWN + 2 :] = module.weight.data[:KNOWN].mean(0)
     indices = {"embed_tokens": [KNOWN, KNOWN + 1]} | ({} if tied else {"lm_head": [KNOWN, KNOWN + 1]})
     config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", trainable_token_indices=indices)
     theirs = get_peft_model(theirs, config)
@@ -231,7 +242,7 @@ def test_the_adapter_loads_by_the_lines_of_its_card_and_computes_as_the_merged_m
     card = (folder / "final" / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     assert ("resize_token_embeddings" in lines) == (padding < 2)
-    rows = max(KNOWN + 2, KNOWN + padding)
+    rows = GROWN if padding < 2 else KNOWN + padding
     told = {"tokens": ["<|im_start|>", "<|im_end|>"], "trained_rows": [KNOWN, KNOWN + 1], "rows": rows}
     assert read_run(folder)["new_tokens"] == told | {"rows_of_base": KNOWN + padding}
     found: dict[str, Any] = {}
@@ -243,6 +254,15 @@ def test_the_adapter_loads_by_the_lines_of_its_card_and_computes_as_the_merged_m
     with torch.no_grad():
         ours, theirs = merged(input_ids=tokens).logits, found["model"](input_ids=tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_lines_of_the_card_load_the_revision_that_the_run_pinned(runs: Runs):
+    folder = runs(runs.base(tied=True))
+    run, metrics = read_run(folder), scenarios.read_metrics(folder)[-1]
+    assert "revision=" not in run_files.model_card("owner/base", run, metrics)
+    run["config"]["model"] |= {"path": "owner/base", "revision": "abc"}
+    card = run_files.model_card("owner/base", run, metrics)
+    assert "model = AutoModelForCausalLM.from_pretrained('owner/base', revision='abc')\n" in card
 
 
 @pytest.mark.parametrize(("tied", "method"), [(True, "lora"), (False, "lora"), (True, "none")])
@@ -268,6 +288,36 @@ def test_a_run_is_resumed_and_its_checkpoint_exported_as_its_result(
     assert_parity(scenarios.read_metrics(resumed)[-2:], rest, FP32_TOLERANCE)
 
 
+@pytest.mark.parametrize("method", ["whole", "none"])
+def test_a_vocabulary_that_grew_to_any_number_of_rows_keeps_it(
+    method: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    how: dict[str, Any] = {"adapter__type": "none"}
+    if method == "whole":
+        how = {"adapter__type": "lora", "adapter__modules_to_save": ["embed_tokens", "lm_head"]}
+    how |= {"checkpoint__every": 2, "checkpoint__keep": 2}
+    config = runs.config(runs.base(tied=False), f"earlier-{method}", **how)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(new_tokens, "MULTIPLE", 1)
+        sft.main(config)
+    folder = Path(config.train.output_dir)
+    first = folder / "checkpoints" / "step-00000002"
+    expected = result(folder)
+    sizes = {len(value) for name, value in expected.items() if "embed" in name or "lm_head" in name}
+    assert sizes == {KNOWN + 2}
+    export(folder / "checkpoints" / "step-00000004", tmp_path / "exported")
+    exported = load_file(next((tmp_path / "exported").glob("*model.safetensors")))
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+    if method == "whole":
+        merge(folder, tmp_path / "merged", dtype="fp32", say=lambda line: None)
+        assert loading.load_config(str(tmp_path / "merged"), **REVISION).vocab_size == KNOWN + 2
+    changed = {"checkpoint__resume": str(first), "train__output_dir": str(tmp_path / "resumed")}
+    sft.main(runs.config(runs.base(tied=False), "unused", **how | changed))
+    resumed = result(tmp_path / "resumed")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("method", ["lora", "none"])
 def test_what_was_trained_answers_and_stops_at_the_end_of_a_turn(method: str, runs: Runs):
     base = runs.base(tied=True)
@@ -287,6 +337,30 @@ def test_what_was_trained_answers_and_stops_at_the_end_of_a_turn(method: str, ru
         weight[1] = 100 * hidden
     (answer,) = after.answers(prompt, Manner(max_new_tokens=5))
     assert (answer.text, answer.tokens, answer.is_cut) == ("", 1, False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_answers_are_computed_without_a_copy_of_the_matrix(tied: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    source = adapter_source.read(runs(runs.base(tied=tied)), base_model=None, bits=None)
+    tokens = torch.randint(KNOWN - 5, KNOWN + 2, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = adapted_model.load_as_trained(source)(input_ids=tokens).logits
+        model = adapted_model.load_to_answer(source, torch.float32)
+        monkeypatch.delattr(TrainableTokensLayer, "get_merged_weights")  # which copies it
+        torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=1e-6)
+
+
+def test_rows_that_do_not_follow_one_another_are_computed_as_peft_does(runs: Runs):
+    model = AutoModelForCausalLM.from_pretrained(runs.base(tied=False))
+    indices = {"embed_tokens": [3, 7], "lm_head": [3, 7]}
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=indices))
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            torch.nn.init.normal_(parameter)
+    tokens = torch.arange(10)[None]
+    expected = model(input_ids=tokens).logits
+    compute_apart(model)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
 
 
 def test_an_adapter_with_new_tokens_goes_on_where_the_same_template_is_set(runs: Runs):
@@ -324,7 +398,9 @@ def test_the_plan_counts_the_rows(runs: Runs, arithmetic_steps: None):
     assert (read.question.base.token_rows, without.question.base.token_rows) == (2, 0)
     config = runs.config(base, "planned")
     ours = run_model(config)
-    vocabulary = loading.config_from(json.loads((base / "config.json").read_text()) | {"vocab_size": KNOWN + 2})
+    vocabulary = loading.config_from(json.loads((base / "config.json").read_text()) | {"vocab_size": GROWN})
+    assert check(config, LAUNCH()).text_config.vocab_size == GROWN
+    assert read.question.model.anatomy.parameters == loading.without_weights(vocabulary, False).num_parameters()
     setting = replace(read.question.base, adapter="lora", rank=4)
     planned = build(vocabulary, setting, torch.float32, real=True)
     trained = [{n: p.shape for n, p in each.named_parameters() if p.requires_grad} for each in (ours, planned)]
@@ -342,9 +418,9 @@ def test_new_rows_decay_as_embeddings_do(runs: Runs):
         assert of_rows["weight_decay"] == (0.1 if decays else 0.0)
 
 
-def test_the_model_before_training_is_the_reference_of_pairs(runs: Runs, tmp_path: Path):
-    base, pairs, found = runs.base(tied=True), tmp_path / "pairs.jsonl", []
-    turn = [{"role": "user", "content": "the red house"}]
+def losses_of_pairs(base: Path, folder: Path, reference: str) -> list[float]:
+    """Of three steps."""
+    turn, pairs = [{"role": "user", "content": "the red house"}], folder / "pairs.jsonl"
     rows = [
         {"prompt": turn} | {key: [{"role": "assistant", "content": said}] for key, said in answers.items()}
         for answers in (
@@ -352,16 +428,32 @@ def test_the_model_before_training_is_the_reference_of_pairs(runs: Runs, tmp_pat
         )
     ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for reference in ("adapter_off", "cached"):
-        values = {
-            "model": {"path": str(base)},
-            "data": {"train": str(pairs), "max_length": 64, "chat_template": "chatml"},
-            "train": {"output_dir": str(tmp_path / reference), "steps": 3, "global_batch_size": 4},
-            "adapter": {"type": "lora"},
-            "dpo": {"reference": reference},
-            "log": {"report": False},
-        }
-        dpo.main(dpo.Config.model_validate(values))
-        found.append([line["loss"] for line in scenarios.read_metrics(tmp_path / reference)])
-    assert found[0][0] == pytest.approx(math.log(2), abs=1e-6)
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    values = {
+        "model": {"path": str(base)},
+        "data": {"train": str(pairs), "max_length": 64, "chat_template": "chatml"},
+        "train": {"output_dir": str(folder / "run"), "steps": 3, "global_batch_size": 4, "overwrite": True},
+        "adapter": {"type": "lora"},
+        "dpo": {"reference": reference},
+        "log": {"report": False},
+    }
+    dpo.main(dpo.Config.model_validate(values))
+    return [line["loss"] for line in scenarios.read_metrics(folder / "run")]
+
+
+def test_the_model_before_training_is_the_reference_of_pairs(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    off, cached = (losses_of_pairs(runs.base(tied=True), tmp_path, each) for each in ("adapter_off", "cached"))
+    assert off[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert off == pytest.approx(cached, abs=1e-6)
+
+
+def test_a_reference_with_another_vocabulary_is_not_taken_from_the_cache(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for multiple in (1, 64):
+        monkeypatch.setattr(new_tokens, "MULTIPLE", multiple)
+        first = losses_of_pairs(runs.base(tied=True), tmp_path, "cached")[0]
+        assert first == pytest.approx(math.log(2), abs=1e-6)

@@ -85,20 +85,20 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
         precision: of the launch.
         weights_only: the optimizer is reset.
     """
-    before = BEFORE_IT_WAS_A_KEY | dict(_flat(checkpoint.contents["run"]["config"]))
-    after = dict(_flat(now))
+    before = BEFORE_IT_WAS_A_KEY | dict(by_key(checkpoint.contents["run"]["config"]))
+    after = dict(by_key(now))
     changed = {
         key: f"{key} was {before.get(key)!r} in {checkpoint.path} and is {after.get(key)!r} now"
         for key in (*SAME_RUN, *SAME_OPTIMIZER)
         if before.get(key) != after.get(key) and (key in before or key not in LATER)
     }
     found = [f"{changed[key]}: {why}; set it back, or {ANEW}" for key, why in SAME_RUN.items() if key in changed]
-    decays = [each.get("train.ema_decay", 0.0) for each in (before, after)]  # older runs have none
-    if bool(decays[0]) != bool(decays[1]):
+    decays = before.get("train.ema_decay", 0.0), after["train.ema_decay"]  # older runs have none
+    if not weights_only and switches_averages(checkpoint, decays[1]):
         what = "averages of its weights, which were evaluated" if decays[0] else "no averages of its weights"
         found.append(
             f"train.ema_decay was {decays[0]:g} in {checkpoint.path} and is {decays[1]:g} now, but the checkpoint has "
-            f"{what}; set it back, or {ANEW}"
+            f"{what}; set it back, or reset the optimizer with --checkpoint.resume_weights_only true."
         )
     rounded = checkpoint.contents["run"]["strategy"]["precision"]
     if rounded != precision and now["adapter"]["type"] != "none":
@@ -114,6 +114,12 @@ def config_problems(checkpoint: Checkpoint, now: Mapping[str, Any], *, precision
             if key in changed
         ]
     return found
+
+
+def switches_averages(checkpoint: Checkpoint, ema_decay: float) -> bool:
+    """Whether a run that resumes begins or gives up averages of its weights: its evaluations were of other weights."""
+    before = checkpoint.contents["run"]["config"]["train"].get("ema_decay", 0.0)  # older runs have none
+    return bool(before) != bool(ema_decay)
 
 
 def rate_problems(checkpoint: Checkpoint, rate: float) -> list[str]:
@@ -195,7 +201,7 @@ def describe(
         steps: of the whole run, as configured now.
         tokens_of: returns the trained tokens of a step. Called only if the run had another length.
     """
-    before, after = dict(_flat(checkpoint.contents["run"]["config"])), dict(_flat(now))
+    before, after = dict(by_key(checkpoint.contents["run"]["config"])), dict(by_key(now))
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
         lines.append("the optimizer is reset, because checkpoint.resume_weights_only is set")
@@ -241,7 +247,8 @@ def bytes_of(shapes: Mapping[str, tuple[int, ...]], train: Train) -> int:
     return sum(map(math.prod, shapes.values())) * (weight_bytes + state)
 
 
-def _flat(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def by_key(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys as a user writes them (``train.steps``), with their values."""
     for section, values in sections.items():
         for key, value in values.items():
             yield f"{section}.{key}", value

@@ -28,6 +28,7 @@ from finetune.export.results import result_at
 from finetune.generation.judging import Judgement, Measured, judge
 from finetune.generation.manner import Manner
 from finetune.generation.speaker import Speaker, load_speakers
+from finetune.hub_access import is_hub_id
 from finetune.run.inputs import settings_of
 from finetune.scoring.asked_rows import asked_rows
 from finetune.scoring.intervals import Interval
@@ -99,7 +100,7 @@ def _contradictions(options: argparse.Namespace) -> list[str]:
 
 def _refuse_no_model(path: str) -> None:
     """What can be known of a second folder before the first model has answered for an hour."""
-    if Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1:
+    if not is_hub_id(path):
         result_at(Path(path))
 
 

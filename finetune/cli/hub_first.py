@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from finetune.hub_access import refuse_without_access
+from finetune.hub_access import is_hub_id, refuse_without_access
 
 ADAPTER = "adapter_config.json"
 
 
 def ask_for_model(path: str, revision: str | None = None, instead: str | None = None) -> None:
-    """Ask for a model, if it is an id on the hub.
+    """Ask for a model, if it is an id on the hub. One without an owner may be a folder that is missing: the verb knows.
 
     Args:
         instead: what else can be given; None for the folder of a model.
@@ -24,7 +24,7 @@ def ask_for_model(path: str, revision: str | None = None, instead: str | None = 
     Raises:
         InputError: if the hub denies it, or does not answer and the cache does not have it.
     """
-    if not Path(path).exists() and not path.startswith((".", "/", "~")) and path.count("/") == 1:
+    if is_hub_id(path):
         refuse_without_access(path, "config.json", revision=revision, instead=instead)
 
 
@@ -52,10 +52,10 @@ def ask_for_data(entries: Any) -> None:
     Raises:
         InputError: if the hub denies one, or does not answer and the cache does not have it.
     """
-    from finetune.data.sources.names import is_hub_id, named_sources
+    from finetune.data.sources.names import is_hub_dataset, named_sources
 
     for source in named_sources(entries):
-        if is_hub_id(source.path):
+        if is_hub_dataset(source.path):
             refuse_without_access(source.path, "README.md", kind="dataset")
 
 

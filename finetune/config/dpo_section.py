@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.sections import NonNegativeFloat, PositiveFloat, Section
+from finetune.config.sections import NUMBER, NonNegativeFloat, PositiveFloat, Section
 
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
 """Losses that look at the trained model alone."""
@@ -23,7 +23,7 @@ class Dpo(Section):
     the odds. auto: 2 for simpo, which compares means over tokens, else 0.1."""
     margin: NonNegativeFloat = 0.5
     """By which simpo wants a chosen answer to be more likely than the rejected one, after beta."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER] = 0.0
     """Share of the pairs that robust takes for labelled the wrong way round."""
     desirable_weight: PositiveFloat = 1.0
     """Weight that kto gives good answers. Its authors choose the weights so that those of all good answers add up to 1

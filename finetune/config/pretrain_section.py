@@ -4,11 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from finetune.config.sections import Data, DataSource, NonNegativeFloat, Section, Train
+from finetune.config.sections import Data, DataSource, NonNegativeFloat, PositiveInt, Section, Train
 
 
 def _whole(value: Any) -> Any:
     """2e9, which YAML takes for a text, as a number; what is none is for pydantic to refuse."""
+    if isinstance(value, bool):
+        return value
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -16,7 +18,7 @@ def _whole(value: Any) -> Any:
     return int(number) if number.is_integer() else value
 
 
-Tokens = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Tokens = Annotated[PositiveInt, BeforeValidator(_whole)]
 
 
 class Pretrain(Section):

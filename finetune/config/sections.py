@@ -6,15 +6,31 @@ it configures; the whole configuration stays with the recipe and the session (``
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from finetune.config import adapter_file
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+
+def _no_boolean(error: Literal["int_type", "float_type"]) -> BeforeValidator:
+    """Refuse true and false, of which pydantic would make 1 and 0."""
+
+    def refuse(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise PydanticKnownError(error)
+        return value
+
+    return BeforeValidator(refuse)
+
+
+WHOLE, NUMBER = _no_boolean("int_type"), _no_boolean("float_type")
+"""Of every key that takes an integer, and of every key that takes a float."""
+PositiveInt = Annotated[int, Field(ge=1), WHOLE]
+NonNegativeInt = Annotated[int, Field(ge=0), WHOLE]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+LessThanOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
+UpToOne = Annotated[float, Field(gt=0, le=1), NUMBER]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -75,7 +91,7 @@ class Adapter(Section):
     each weight, which are taken off the frozen one (arXiv:2404.02948). olora: likewise the first columns of its QR
     decomposition (arXiv:2406.01775). loftq: the largest directions of what each weight loses in 4 bits
     (arXiv:2310.08659). pissa and olora are saved as an ordinary adapter of twice the rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: LessThanOne = 0.0
     """Dropout on the adapter's input. Values above 0 need more memory: each layer keeps its own copy of its input."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers that get an adapter: all except the output head, or a list of names, for example [q_proj,
@@ -104,7 +120,7 @@ class Adapter(Section):
 class DataSource(Section):
     path: str
     """File, glob, folder, or hub id of a dataset."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: PositiveFloat = 1.0
     """How often each of its rows is used per epoch: 2 means twice, 0.5 means about half of the rows, chosen by hash."""
     subset: str | None = None
     """Configuration of a hub dataset."""
@@ -117,7 +133,7 @@ class Data(Section):
     """Training data: a file (.jsonl, .json, .parquet, .csv, .tsv or .txt, optionally compressed as .gz or .zst), a
     glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
     keys path, weight, subset and split."""
-    eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Held-out data: never trained on, used for eval_loss and for the answers to eval.prompts. Sources as for train, or
     a fraction of the training rows, for example 0.05. The fraction is chosen by a hash of each row, so a row is always
     on the same side."""
@@ -165,7 +181,7 @@ class Train(Section):
     """Folder for everything the run writes."""
     overwrite: bool = False
     """Replace the run that is already in output_dir (its run.yaml, metrics.jsonl, final/ and checkpoints)."""
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    epochs: PositiveFloat = 1.0
     """Passes over the training rows."""
     steps: PositiveInt | None = None
     """Optimizer steps; overrides epochs."""
@@ -174,25 +190,25 @@ class Train(Section):
     micro_batch_size: PositiveInt | Literal["auto"] = 1
     """Rows that one process computes at a time. It changes memory and speed, never the result. auto: the size that the
     planner predicts to be the fastest of those that fit the GPU."""
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
+    learning_rate: PositiveFloat = 2e-5
     """Peak learning rate of the schedule. A run with an adapter that sets none has 2e-4 (2e-5 in recipes/dpo.py)."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """How the learning rate decays after the warm-up. wsd: it stays at its peak, and decays at the end, over
     decay_ratio of the steps (arXiv:2405.18392)."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    warmup_ratio: LessThanOne = 0.03
     """Fraction of the steps used for the learning-rate warm-up."""
     warmup_steps: NonNegativeInt | None = None
     """Optimizer steps of the warm-up; overrides warmup_ratio."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay_ratio: UpToOne = 0.2
     """Fraction of the steps in which wsd decays the learning rate."""
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_learning_rate_ratio: LessThanOne = 0.0
     """The learning rate to which schedules decay, as a fraction of its peak."""
     min_learning_rate: PositiveFloat | None = None
     """The same as a learning rate, in place of min_learning_rate_ratio."""
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] | None = None
+    betas: Annotated[list[LessThanOne], Field(min_length=2, max_length=2)] | None = None
     """How slowly the optimizer's two moving averages forget, of the gradient and of its square (Lion: of the gradient,
     in the update and in the average): null for [0.9, 0.999], in Lion [0.9, 0.99]. Pretraining often has [0.9, 0.95]."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    layer_decay: UpToOne = 1.0
     """Learning rate of a layer over that of the layer above it (arXiv:1801.06146, arXiv:2003.10555); embeddings are
     below the first. The top layer, the last norm and the output head have train.learning_rate."""
     weight_decay: NonNegativeFloat = 0.0
@@ -201,7 +217,7 @@ class Train(Section):
     """Whether the weight decay is that of embeddings too, and of an output head that shares their weights."""
     neftune_alpha: NonNegativeFloat = 0.0
     """Noise on the embeddings of training rows (NEFTune, arXiv:2310.05914, which uses 5 to 15); 0 for none."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: LessThanOne = 0.0
     """Share of each target that all tokens of the vocabulary have in equal parts (arXiv:1512.00567). loss is then the
     smoothed one; eval_loss is not smoothed."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -213,7 +229,7 @@ class Train(Section):
     """adamw: fused on a GPU, 8 bytes of state per trained weight. adamw_8bit: 2 bytes. paged_adamw_8bit: the same,
     moved to host memory when the GPU is full. lion_8bit: 1 byte; use a third to a tenth of AdamW's learning rate.
     adafactor: one row and one column of state per matrix. sgd: no state, no momentum."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema_decay: LessThanOne = 0.0
     """Average the trained weights over the steps (Polyak averaging, arXiv:1803.05407), and evaluate and save the
     averages: each step keeps this share of them, for example 0.999, and the first steps of a run less. 4 bytes of state
     more per trained weight; the training itself does not change. 0: no averages."""

@@ -18,6 +18,7 @@ from finetune.compat.transformers_private import forget_conversions
 from finetune.export.adapter_source import AdapterSource, inject, saved_names
 from finetune.models import adapter, new_tokens
 from finetune.models import loading as models
+from finetune.models.token_rows import compute_apart
 from finetune.units import GIB
 
 
@@ -81,6 +82,7 @@ def load_to_answer(source: AdapterSource, dtype: torch.dtype) -> PreTrainedModel
     """
     model = _load_base(source, source.bits, dtype)
     _attach(model, source)
+    compute_apart(model)
     return on_device(model)
 
 

@@ -181,10 +181,10 @@ def _grown(folder: Path, base: PreTrainedModel) -> NewTokens:
     whole = {f"{adapter.PREFIX}{name}.weight" for name, each in base.named_modules() if each in new_tokens.own(base)}
     try:
         with safe_open(folder / adapter.WEIGHTS, framework="pt") as file:
-            rows += [file.get_slice(name).get_shape()[0] for name in sorted(file.keys()) if name in whole]
+            saved = [file.get_slice(name).get_shape()[0] for name in sorted(file.keys()) if name in whole]
     except SafetensorError:  # which will be told of with what does not fit
         return NewTokens()
-    return new_tokens.up_to(max(rows, default=0), base.config)
+    return new_tokens.up_to(max(rows + saved, default=0), base.config, max(saved, default=None))
 
 
 def inject(model: PreTrainedModel, folder: Path) -> Any:

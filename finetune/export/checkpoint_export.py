@@ -53,7 +53,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     tokenizer.chat_template = run["chat_template"]
     stored = models.load_config(named["path"], **source)
     section = sections.Model(path=named["path"], tokenizer=named["tokenizer"], **source)
-    new = new_tokens.of_template(section, by_name, stored)
+    new = new_tokens.of_template(section, by_name, stored, new_tokens.grown_rows_of(run))
     model = models.without_weights(new.grown(stored), False)
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:

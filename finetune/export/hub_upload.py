@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.errors import InputError, first_line
 from finetune.export.results import Result, result_at
-from finetune.hub_access import SECONDS
+from finetune.hub_access import SECONDS, is_hub_id
 
 UPLOADED = ("*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt", "README.md")
 CONFIGURATIONS = (
@@ -17,7 +17,6 @@ CONFIGURATIONS = (
 )
 """What transformers and PEFT read. run.yaml stays here: it names folders and hardware of this machine."""
 CARD = "README.md"
-_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BASE = re.compile(r"^base_model: .*\n", re.MULTILINE)
 
 
@@ -83,12 +82,7 @@ def local_base_of(result: Result) -> str | None:
     """The folder that an adapter names as its base; None for an id on the hub, and for a model."""
     file = result.folder / "adapter_config.json"
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.is_file() else None
-    return str(base) if base and _is_folder(str(base)) else None
-
-
-def _is_folder(base: str) -> bool:
-    """Whether a name is that of a folder here. runs/model could be an id too: transformers takes the folder."""
-    return not _ID.fullmatch(base) or Path(base).is_dir()
+    return str(base) if base and not is_hub_id(str(base)) else None
 
 
 def card_of(result: Result) -> str:
@@ -96,6 +90,6 @@ def card_of(result: Result) -> str:
     file = result.folder / CARD
     text = file.read_text(encoding="utf-8") if file.is_file() else f"# {result.folder.resolve().name}\n"
     base = _BASE.search(text)
-    if base and _is_folder(base[0].partition(":")[2].strip()):
+    if base and not is_hub_id(base[0].partition(":")[2].strip()):
         text = _BASE.sub("", text, count=1)
     return text

@@ -21,6 +21,7 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.export import adapted_model, adapter_source
 from finetune.export.results import Result, result_at
 from finetune.generation.manner import Manner
+from finetune.hub_access import is_hub_id
 from finetune.models import loading as models
 from finetune.models import new_tokens, quantization, weights
 from finetune.models.end_tokens import end_tokens_of
@@ -186,8 +187,7 @@ def _loaded(
     path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
 ) -> list[Speaker]:
     refuse_if_any(problems(chat_template))
-    is_here = Path(path).exists() or path.startswith((".", "/")) or path.count("/") != 1
-    result = result_at(Path(path)) if is_here else None
+    result = None if is_hub_id(path) else result_at(Path(path))
     if result is not None and result.is_adapter:
         return _adapted(path, base_model, bits, chat_template, compared)
     if base_model is not None:

@@ -48,33 +48,46 @@ def problems(skeleton: PreTrainedModel, section: sections.Adapter, files: Sequen
     """
     if section.init == "default":
         return []
-    layers = _targeted(skeleton, section)
-    small = [n for n, m in layers.items() if section.rank_pattern.get(_last(n), section.rank) > min(m.weight.shape)]
-    if small:
-        least = min(min(layers[name].weight.shape) for name in small)
-        return [
-            f"adapter.init {section.init} takes as many directions of a weight as the adapter's rank, but "
-            f"{weight_files.first_of(small)} has only {least}; set adapter.rank (or adapter.rank_pattern) to {least} "
-            "or less, or adapter.init to default."
-        ]
+    layers = _started(skeleton, section)
+    if small := _too_small(layers, section):
+        return small
     if section.init == "loftq":
         return _not_in(files, [f"{name}.weight" for name in layers]) if files else []
     named = [id(each) for _, each in skeleton.named_parameters(remove_duplicate=False)]
     if shared := [name for name, layer in layers.items() if named.count(id(layer.weight)) > 1]:
         return [
-            f"adapter.init {section.init} takes the adapter's start off the frozen weight, which of "
-            f"{weight_files.first_of(shared)} another layer uses too; leave it out of adapter.targets, or set "
-            "adapter.init to default."
+            f"adapter.init {section.init} subtracts the adapter's start from the frozen weight, but another layer "
+            f"uses the weight of {weight_files.first_of(shared)} too, and would change with it; leave it out of "
+            "adapter.targets, or set adapter.init to default."
         ]
     return []
 
 
-def _targeted(model: PreTrainedModel, section: sections.Adapter) -> dict[str, Any]:
+def _started(model: PreTrainedModel, section: sections.Adapter) -> dict[str, Any]:
+    """The layers that get a start: all targets, but for the output head with loftq, since it is not quantised."""
     head = model.get_output_embeddings()
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
-    if section.targets == "all-linear":
-        return {name: layer for name, layer in linear.items() if layer is not head}
-    return {name: layer for name, layer in linear.items() if _last(name) in section.targets}
+    if section.targets == "all-linear" or section.init == "loftq":
+        linear = {name: layer for name, layer in linear.items() if layer is not head}
+    return {n: m for n, m in linear.items() if section.targets == "all-linear" or _last(n) in section.targets}
+
+
+def _too_small(layers: Mapping[str, Any], section: sections.Adapter) -> list[str]:
+    """Of layers with fewer directions than the rank, the smallest of each last name; with the ranks that they allow."""
+    found: dict[str, tuple[int, str]] = {}
+    for name, layer in layers.items():
+        last, directions = _last(name), min(layer.weight.shape)
+        if section.rank_pattern.get(last, section.rank) > directions:
+            found[last] = min(found.get(last, (directions, name)), (directions, name))
+    if not found:
+        return []
+    allowed = dict(section.rank_pattern) | {last: directions for last, (directions, _) in found.items()}
+    return [
+        f"adapter.init {section.init} takes as many directions of a weight as the adapter's rank, but "
+        f"{weight_files.first_of([f'{name} has only {directions}' for directions, name in found.values()])}; set "
+        f"adapter.rank_pattern to {{{', '.join(f'{last}: {rank}' for last, rank in allowed.items())}}} or lower "
+        "adapter.rank, or set adapter.init to default."
+    ]
 
 
 def _last(name: str) -> str:
@@ -178,10 +191,14 @@ def _orthogonal(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
 def _principal(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two factors of the best approximation of this rank, which share its singular values evenly."""
     basis = _leading(matrix, rank)
-    u, s, v = torch.linalg.svd(matrix if basis is None else basis.T @ matrix, full_matrices=False)
+    if basis is None:
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        q, r = torch.linalg.qr(matrix.T @ basis)  # basis.T @ matrix = r.T @ q.T, of which r.T is small
+        u, s, v = torch.linalg.svd(r.T)
+        u, v = basis @ u[:, :rank], v[:rank] @ q.T
     root = s[:rank].sqrt()
-    left = u[:, :rank] * root
-    return left if basis is None else basis @ left, root[:, None] * v[:rank]
+    return u[:, :rank] * root, root[:, None] * v[:rank]
 
 
 def _leading(matrix: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -202,7 +219,7 @@ def _leading(matrix: torch.Tensor, rank: int) -> torch.Tensor | None:
             newest = newest - basis @ (basis.T @ newest)
         newest = torch.linalg.qr(newest)[0]
         basis = torch.cat([basis, newest], 1)
-    return basis
+    return torch.linalg.qr(basis)[0]  # of a matrix of low rank the later blocks are rounding errors, not orthogonal
 
 
 def in_terms_of_base(name: str, value: torch.Tensor, beginning: Mapping[str, torch.Tensor]) -> torch.Tensor:

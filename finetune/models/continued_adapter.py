@@ -88,7 +88,7 @@ def load_values(model: PreTrainedModel, section: sections.Adapter) -> None:
             if value.shape != parameter.shape:
                 wrong.append(f"{saved_name(first)} has shape {tuple(value.shape)} instead of {tuple(parameter.shape)}")
             elif any(not torch.equal(value, copy) for copy in copies):
-                wrong.append(f"{' and '.join(sorted(keys))} differ, and are one weight in the model")
+                wrong.append(f"{' and '.join(sorted(keys))} differ, but the model has one weight for both")
             else:
                 parameter.data.copy_(value)
     refuse_if_any(_does_not_fit(file, wrong + [f"{key} is unexpected" for key in sorted(saved - taken)]))

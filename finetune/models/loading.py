@@ -27,7 +27,7 @@ from finetune.config import adapter_file
 from finetune.data import named_templates
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow, InputError, first_line, refuse_if_any
-from finetune.hub_access import refuse_without_access
+from finetune.hub_access import is_hub_id, missing_in_folder, refuse_without_access
 from finetune.models import attention as attentions
 from finetune.models import quantization
 from finetune.models.attention import stock_attention
@@ -48,10 +48,9 @@ def problems(path: str, tokenizer: str | None, chat_template: str | None) -> lis
     """Problems with the model's names that the file system shows, as sentences."""
     found = []
     for key, value in (("model.path", path), ("model.tokenizer", tokenizer)):
-        if value is None or Path(value).is_dir():
-            continue
-        if value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists():
-            found.append(f"{key}: there is no folder {value}; give a model folder, or a hub id (owner/name).")
+        if value is not None and not Path(value).is_dir() and not is_hub_id(value, needs_owner=False):
+            general = f"there is no folder {value}; give a model folder, or a hub id (owner/name)."
+            found.append(f"{key}: {missing_in_folder(value) or general}")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         found.append(
             f"model.path: {path} holds an adapter; set adapter.from to it, and model.path to its base."

@@ -9,6 +9,7 @@ a position all are those of the frozen head, but for the two of tokens 5 and 6.
 """
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +17,42 @@ import torch.nn.functional as F
 
 
 def compute_apart(model: torch.nn.Module) -> None:
-    """For every embedding and output head of which PEFT trains rows that follow one another."""
+    """For every embedding and output head of which PEFT trains rows that follow one another; others stay PEFT's."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for module in model.modules():
-        if isinstance(module, TrainableTokensLayer):
+        if isinstance(module, TrainableTokensLayer) and _follow_one_another(module):
             layer: Any = module
             layer.forward = types.MethodType(_forward, layer)
             # what is asked for its weight wants to know its kind, or whether it is tied: Accelerate, to shard it
             layer.get_merged_weights = types.MethodType(_frozen_weight, layer)
             # ZeRO-3 gathers what a module holds while it is called
             layer.trainable_tokens_delta.forward = types.MethodType(_called_with_rows, layer.trainable_tokens_delta)
+
+
+def _follow_one_another(layer: Any) -> bool:
+    """Whether each adapter's rows do, as all that runs train; others may have trained any."""
+    every = map(list, layer.token_indices.values())
+    return all(rows and rows == list(range(rows[0], rows[0] + len(rows))) for rows in every)
+
+
+def opened(head: torch.nn.Module) -> tuple[list[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]] | None:
+    """The modules of a head with trained rows, and a function that makes its scores without calling any of them.
+
+    They are to be called one within the other while scores are made: strategies gather there what each of them holds.
+    None for another head, and where the adapter is off.
+    """
+    layer: Any = getattr(head, "token_adapter", None)
+    if layer is None or "forward" not in vars(layer) or layer.disable_adapters or layer.merged:
+        return None
+    (adapter,) = layer.active_adapters
+    rows, frozen = layer.trainable_tokens_delta, layer.base_layer
+    first, score = layer.token_indices[adapter][0], frozen.forward
+
+    def scores(hidden: torch.Tensor) -> torch.Tensor:
+        return _scored(rows[adapter], first, hidden, score(hidden), None)
+
+    return [head, layer, frozen, rows], scores
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

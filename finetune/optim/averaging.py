@@ -70,13 +70,25 @@ class _Averaging:
         }
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        overflowed = _overflowed(optimizer)
         for parameter, decay in self.stepped:
             state = state_of(optimizer, parameter) or optimizer.state[parameter]  # SGD has made none
             if parameter in self.beginnings:
                 state[AVERAGE], state[AVERAGED_STEPS] = self.beginnings.pop(parameter), 0
-            state[AVERAGED_STEPS] += 1
-            _move(state[AVERAGE], parameter, 1 - decay_at(decay, state[AVERAGED_STEPS]))
+            if not overflowed:
+                state[AVERAGED_STEPS] += 1
+                _move(state[AVERAGE], parameter, 1 - decay_at(decay, state[AVERAGED_STEPS]))
         self.stepped = []
+
+
+def _overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this step changed no weight, because gradients overflowed in fp16.
+
+    ``GradScaler`` does not call other optimizers then. It calls a fused one all the same, which leaves the weights as
+    they are where this attribute is not 0.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 @torch.no_grad()

@@ -71,14 +71,15 @@ def load_model(
         )
         if adapter.from_:
             continued_adapter.load_values(model, adapter)
-        beginning = adapter_start.start(
-            model,
-            adapter,
-            files=weights.files(spec.section.path, spec.section.revision) if adapter.init == "loftq" else [],
-            device=accelerator.device,
-            whole=lambda weight: distributed.whole_weights([weight], writes=True),
-            computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
-        )
+        with distributed.main_process_writes():  # which may take longer than a collective of training waits
+            beginning = adapter_start.start(
+                model,
+                adapter,
+                files=weights.files(spec.section.path, spec.section.revision) if adapter.init == "loftq" else [],
+                device=accelerator.device,
+                whole=lambda weight: distributed.whole_weights([weight], writes=True),
+                computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
+            )
     if train.recomputes:
         recompute_activations(model, train.recomputed_layers)
     if spec.section.kernels == "auto":

@@ -97,10 +97,15 @@ class Resumption:
         return replace(record, resumed=[here | {"from": str(self.checkpoint.path)}])
 
     @property
+    def is_compared(self) -> bool:
+        """Whether evaluations of the run before count among those that the best is chosen from."""
+        return self.is_same_run and not resuming.switches_averages(self.checkpoint, self.cfg.train.ema_decay)
+
+    @property
     def compared_by(self) -> str | None:
-        """The figure that the run's own evaluations were compared by; None if it resumes from another run."""
+        """The figure that evaluations were compared by; None where those of before do not count."""
         by: str | None = self.checkpoint.contents["run"]["config"]["eval"].get("metric")  # older runs have none
-        return by if self.is_same_run else None
+        return by if self.is_compared else None
 
     def known_metrics(self, progress: Progress) -> dict[str, Any]:
         """The metrics of the step after which the run resumes, as its checkpoint and metrics.jsonl tell. Collective."""

@@ -18,7 +18,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("hub", "ok", "not asked: HF_HUB_OFFLINE is set; models are read from folders and the cache")
         return
     try:
-        answers = refuse_without_access(*PUBLIC, waits_if_busy=False)
+        answers = refuse_without_access(*PUBLIC, waits_if_busy=False, may_be_here=False)
     except InputError as error:
         reason, _, advice = str(error).rpartition(": ")
         yield Finding("hub", "warning", reason, advice[:1].upper() + advice[1:])

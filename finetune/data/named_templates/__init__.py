@@ -6,12 +6,12 @@ ends a turn becomes the tokenizer's end-of-sequence token, as in chat models.
 """
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from finetune.errors import InputError
+from finetune.errors import InputError, refuse_if_any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,8 @@ def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str, *, adds_tokens
         Tokens that are new to its vocabulary.
 
     Raises:
-        InputError: if the tokenizer lacks the special tokens of a named template, or the file cannot be read.
+        InputError: if the tokenizer lacks the special tokens of a named template, or gives one of them the id of
+            another token; if the file cannot be read.
     """
     if chat_template not in NAMED:
         tokenizer.chat_template = _read(Path(chat_template))
@@ -77,6 +78,7 @@ def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str, *, adds_tokens
         vocabulary = tokenizer.get_vocab()
         new = tuple(token for token in lacking if token not in vocabulary)
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in lacking], True)
+        _refuse_shared_ids(tokenizer, vocabulary, new)
     elif lacking:
         others = [name for name in NAMED if not _lacking(name, tokenizer, known)]
         raise InputError(
@@ -90,6 +92,21 @@ def use(tokenizer: "PreTrainedTokenizerBase", chat_template: str, *, adds_tokens
     tokenizer.chat_template = with_bos + _read(Path(__file__).with_name(f"{chat_template}.jinja"))
     tokenizer.eos_token = NAMED[chat_template].end or tokenizer.eos_token
     return new
+
+
+def _refuse_shared_ids(tokenizer: "PreTrainedTokenizerBase", before: Mapping[str, int], new: Sequence[str]) -> None:
+    """Refuse new tokens whose ids are those of others: where ids are missing, a tokenizer counts its tokens instead."""
+    tokens = {number: token for token, number in before.items()}
+    ids: Any = tokenizer.convert_tokens_to_ids(list(new))
+    refuse_if_any(
+        [
+            f"data.chat_template: the tokenizer of {tokenizer.name_or_path} would give the new token {token} the id "
+            f"{number}, which is that of {tokens[number]!r}: ids below its largest, {max(tokens)}, have no token; give "
+            f"them tokens, or set model.tokenizer and model.path to a model that has {token}."
+            for token, number in zip(new, ids, strict=True)
+            if number in tokens
+        ]
+    )
 
 
 def _lacking(name: str, tokenizer: "PreTrainedTokenizerBase", known: Collection[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from finetune.data.sources.byte_stream import COMPRESSIONS
 from finetune.errors import InputError
+from finetune.hub_access import is_hub_id, missing_in_folder
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -21,7 +21,6 @@ KINDS = {
     ".txt": "txt",
 }
 """Kind of file by suffix."""
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _KNOWN = f"{', '.join(KINDS)}, all but Parquet also compressed ({', '.join(COMPRESSIONS)})"
 
 
@@ -57,12 +56,9 @@ def kind_of(path: str) -> str | None:
     return KINDS.get(suffix)
 
 
-def is_hub_id(path: str) -> bool:
-    """Whether a name means a hub dataset: ``owner/name``, if there is no local folder ``owner``, and it neither exists
-    as a file nor looks like one."""
-    if os.path.exists(path) or os.path.isdir(path.partition("/")[0]):
-        return False
-    return kind_of(path) is None and _HUB_ID.fullmatch(path) is not None
+def is_hub_dataset(path: str) -> bool:
+    """Whether a name means a hub dataset: an id of the hub that does not look like a file."""
+    return is_hub_id(path) and kind_of(path) is None
 
 
 def data_files(path: str) -> list[str]:
@@ -86,6 +82,8 @@ def data_files(path: str) -> list[str]:
         if not files:
             raise InputError(f"{path}: no data file matches; check the folder and the suffix ({_KNOWN}).")
         return files
+    if kind_of(path) is None and (missing := missing_in_folder(path)):
+        raise InputError(f"{path}: {missing}")
     raise InputError(
         f"{path}: there is no such data file or folder; check its name. A hub dataset is written as owner/name."
     )
@@ -95,7 +93,7 @@ def problems(sources: Sequence[Source]) -> list[str]:
     """Why sources cannot be read, as sentences, before anything is loaded; the hub is not asked."""
     found = []
     for source in sources:
-        if is_hub_id(source.path):
+        if is_hub_dataset(source.path):
             continue
         try:
             data_files(source.path)
@@ -109,7 +107,7 @@ def problems(sources: Sequence[Source]) -> list[str]:
 
 def extent(source: Source) -> Any:
     """What identifies the content of a source on any machine: the sizes of its files in bytes, or its commit."""
-    if is_hub_id(source.path):
+    if is_hub_dataset(source.path):
         return identity([source])[0][-1]
     return [os.stat(file).st_size for file in data_files(source.path)]
 
@@ -125,7 +123,7 @@ def identity(sources: Sequence[Source]) -> list[Any]:
     """
     known: list[Any] = []
     for source in sources:
-        if is_hub_id(source.path):
+        if is_hub_dataset(source.path):
             from finetune.data.sources.hub import commit
 
             known.append([source.path, source.subset, source.split, commit(source.path, source.subset)])

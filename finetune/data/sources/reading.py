@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from finetune.data.sources.byte_stream import opened
 from finetune.data.sources.json_files import json_file, json_lines
-from finetune.data.sources.names import Source, data_files, is_hub_id, kind_of
+from finetune.data.sources.names import Source, data_files, is_hub_dataset, kind_of
 from finetune.data.sources.record import Record, Rejected
 from finetune.data.sources.text_files import table, text_blocks
 
@@ -18,7 +18,7 @@ def read(source: Source, streaming: bool = False) -> Iterator[Record | Rejected]
     Raises:
         InputError: if the source is missing, a file of it cannot be opened, or the hub does not give it.
     """
-    if is_hub_id(source.path):
+    if is_hub_dataset(source.path):
         from finetune.data.sources.hub import hub_rows
 
         yield from hub_rows(source.path, source.subset, source.split, streaming)
