@@ -37,6 +37,6 @@ class RunInterrupted(RunStopped):
     """A run that was interrupted and can be resumed: after which step, and how."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's message as a clause; the error's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

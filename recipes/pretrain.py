@@ -38,7 +38,7 @@ class Config(CorpusRun, Recipe):
 def main(cfg: Config) -> RunResult:
     launch = Strategy.from_environment()
     cfg = as_restarted(cfg, launch)  # by the launcher, after a process died: resume
-    refuse_if_any(corpus_problems(cfg, launch.world_size))
+    refuse_if_any(corpus_problems(cfg, launch.data_processes))
     cfg = in_rows(cfg)
     spec = check(cfg, launch)  # all that can be refused before anything is loaded or written
 
@@ -57,7 +57,9 @@ def main(cfg: Config) -> RunResult:
         session.begin()  # a new run, or one brought to where it stood
         for step in session.steps():
             batch = batches.step(step)
-            accumulate(session.accelerator, model, len(batch.places) // batches.micro_batch_size)
+            accumulate(
+                session.accelerator, model, len(batch.places) // (batches.micro_batch_size * launch.data_processes)
+            )
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate * group["lr_scale"]

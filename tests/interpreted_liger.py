@@ -10,7 +10,7 @@ from liger_kernel.ops import geglu, rms_norm
 from triton.runtime import interpreter
 
 from finetune.compat import liger_private as liger
-from finetune.models import fused
+from finetune.models import fused, rotary
 
 CONVENTIONS = [(0.0, True), (1.0, False), (0.0, False)]
 
@@ -54,6 +54,16 @@ def compare_products(activation: str) -> None:
     torch.testing.assert_close(theirs, ours)
 
 
+def compare_rotations(heads: int, batches: int) -> None:
+    q, k, angles = torch.randn(2, 7, heads, 24), torch.randn(2, 7, 2, 24), torch.randn(batches, 7, 12)
+    before = q.clone()
+    cos, sin = (each.repeat(1, 1, 2) for each in (angles.cos(), angles.sin()))
+    for back in (False, True):
+        given = (q.transpose(1, 2), k.transpose(1, 2), cos, sin, back)
+        torch.testing.assert_close(liger.rotated(*given), rotary.rotated(*given))
+        assert torch.equal(q, before)  # left as they were
+
+
 if __name__ == "__main__":
     adapt()
     torch.manual_seed(0)
@@ -64,5 +74,8 @@ if __name__ == "__main__":
         alike += 1
     for activation in ("silu", "gelu_tanh"):
         compare_products(activation)
+        alike += 1
+    for heads, batches in ((6, 1), (4, 2)):
+        compare_rotations(heads, batches)
         alike += 1
     print(f"{alike} alike", flush=True)

@@ -7,8 +7,8 @@ FP32_TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5}
 BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
 """Losses are between 4 and 6, gradient norms between 1 and 2; bf16 has 8 significant bits."""
 
-TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme")
-FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
+TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme", "cp", "ulysses")
+FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses")
 LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
 
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.2}
@@ -17,6 +17,11 @@ MAX_GRAD_NORMS = (0.5, 0.0)
 """The gradient norms of the run lie between 1 and 2: one clips every step, the other never."""
 ACCUMULATIONS = (1, 2, 4)
 ROWS_PER_STEP = 16
+
+
+def data_processes(strategy: str, world_size: int) -> int:
+    """Processes, or groups of them, that compute different rows: two of cp and ulysses share theirs."""
+    return world_size // 2 if strategy in ("cp", "ulysses") else world_size
 
 
 def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:

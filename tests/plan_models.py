@@ -90,6 +90,7 @@ class Llama:
     vocabulary: int
     tied: bool
     positions: int | None
+    heads: tuple[int, int]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Llama":
@@ -105,6 +106,7 @@ class Llama:
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
             positions=config.get("max_position_embeddings"),
+            heads=(heads, config.get("num_key_value_heads", heads)),
         )
 
     @property
@@ -140,6 +142,7 @@ class Llama:
             period=1,
             positions=self.positions,
             keeps_apart=True,
+            heads=self.heads,
         )
 
     def trained(self, setting: Setting) -> dict[tuple[int, ...], int]:

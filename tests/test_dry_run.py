@@ -353,3 +353,20 @@ def test_patches_are_undone_after_an_error():
 def test_what_cannot_be_traced_is_refused_in_a_sentence(model: Any, setting: Setting, words: str):
     with pytest.raises(InputError, match=words):
         full_trace(model, setting)
+
+
+@pytest.mark.parametrize(("strategy", "context"), [("cp", 2), ("cp", 4), ("ulysses", 2), ("ulysses", 4)])
+def test_gpus_that_compute_rows_together_keep_what_one_keeps_of_its_positions_and_what_they_send_one_another(
+    strategy: str, context: int
+):
+    tokens, layers, width, key_heads = 96, 2, 16, 2
+    base = replace(SETTING, strategy="fsdp2", world_size=4, layout="flat", row_tokens=tokens)
+    shared = replace(base, strategy=strategy, context=context, row_tokens=context * tokens)
+    found, alone = (exact(each).saved.categories["activations"] for each in (shared, base))
+    keys_and_values = 2 * 2 * key_heads * width * tokens
+    beside = {
+        "cp": context * keys_and_values,  # of a row and a chunk, in the place of its own
+        # outputs before they are sent too; where there are fewer heads, keys and values several times
+        "ulysses": 2 * 4 * width * tokens + (max(1, context // key_heads) - 1) * keys_and_values,
+    }
+    assert found - alone == layers * beside[strategy]

@@ -23,6 +23,7 @@ SINGLE = [("single", 1, "fp32"), ("single", 1, "bf16")]
 KEPT = [("zero3", 2, "fp32"), ("fsdp2", 2, "bf16")]
 FURTHER = [
     *(("hsdp", 4, "fp32"), ("ddp", 2, "fp32"), ("fsdp2", 2, "fp32"), ("fsdp2_offload", 1, "fp32")),
+    *(("cp", 2, "fp32"), ("ulysses", 2, "bf16")),
     *(("zero2", 2, "fp32"), ("zero3_offload", 1, "fp32"), ("ddp", 2, "bf16"), ("zero3", 2, "bf16")),
 ]
 """Those that `make prove` starts as well."""
@@ -114,6 +115,7 @@ def test_launch_trains_prints_once_and_ends_well(launched: Launch, runs: Runs):
     result, output = runs(launched)
     assert result.returncode == 0, result.stderr
     count = f"{processes} process{'es' if processes > 1 else ''}"
+    count += ", 2 for each row" if strategy in ("cp", "ulysses") else ""
     assert result.stdout.count(f"{strategy} on {count}, computing in {precision}: rehearsal on CPU") == 1
     assert result.stdout.count("step 4/4") == 1
     assert result.stdout.count("held-out loss before training") == 1
@@ -177,6 +179,7 @@ def test_unchanged_files_train_read_weights_in_bf16_and_save_the_masters(launche
         assert (tensor - expected[name]).abs().mean() < 1e-4
 
 
+@pytest.mark.prove  # test_two_machines does so with a network between them
 def test_two_machines_meet_with_an_unchanged_file(saved_model: Path, conversations: Path, tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

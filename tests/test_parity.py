@@ -22,6 +22,7 @@ from parity import (
     ROWS_PER_STEP,
     assert_parity,
     assert_really_active,
+    data_processes,
     differences,
 )
 from safetensors.torch import load_file
@@ -116,7 +117,9 @@ def test_losses_and_gradient_norms_are_those_of_one_process(
 ):
     strategy, world_size, _, optimizer, max_grad_norm, accumulation = combination
     skip_what_this_machine_lacks(strategy)
-    settings = changes_for(optimizer, max_grad_norm, ROWS_PER_STEP // (world_size * accumulation))
+    settings = changes_for(
+        optimizer, max_grad_norm, ROWS_PER_STEP // (data_processes(strategy, world_size) * accumulation)
+    )
     expected, expected_weights = reference(optimizer, max_grad_norm), reference.weights
     metrics = run(strategy, world_size, **settings)
     assert len(metrics) == scenarios.STEPS
@@ -151,7 +154,9 @@ def test_bf16_losses_stay_within_the_stated_tolerance(
 ):
     strategy, world_size, precision, optimizer, max_grad_norm, accumulation = combination
     skip_what_this_machine_lacks(strategy)
-    settings = changes_for(optimizer, max_grad_norm, ROWS_PER_STEP // (world_size * accumulation))
+    settings = changes_for(
+        optimizer, max_grad_norm, ROWS_PER_STEP // (data_processes(strategy, world_size) * accumulation)
+    )
     metrics = run(strategy, world_size, precision, **settings)
     expected = reference(optimizer, max_grad_norm, precision)
     assert_parity(metrics, expected, BF16_TOLERANCE)

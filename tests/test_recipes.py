@@ -30,10 +30,18 @@ POINTS = [
     for recipe, launch, method in product(RECIPES, LAUNCHES, METHODS)
     if not refusal(Cell(launch[0], 4 if method == "qlora" else None, "none" if method == "full" else "lora", "adamw"))
 ]
+TOGETHER = [
+    (recipe, *launch, method)
+    for recipe, launch, method in product(RECIPES, [("cp", 2), ("ulysses", 2), ("cp", 4)], METHODS)
+    if recipe.name in ("sft", "pretrain")
+]
+"""Where several processes compute each row: answers that are compared are refused there."""
+POINTS += TOGETHER
 FIRST = [
     (recipe, *launch, list(METHODS)[(i + j) % len(METHODS)])  # each method under each strategy, and with each recipe
     for (i, recipe), (j, launch) in product(enumerate(RECIPES), enumerate(KEPT))
 ]
+FIRST += [each for each in TOGETHER if each[1:] in (("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"))]
 CHAIN = ["fsdp2", "zero3", "ddp", "zero2"]
 
 

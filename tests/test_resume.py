@@ -29,6 +29,7 @@ LAUNCHES = [
     ("zero2", 2),
     ("zero3", 2),
     ("zero3", 4),
+    ("cp", 2),
 ]
 ADAPTER_LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)]
 METHODS: dict[str, dict[str, Any]] = {

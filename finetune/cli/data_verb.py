@@ -151,7 +151,7 @@ def _report(
 def _problems_of_recipe(cfg: sections.Run, launch: distributed.Strategy) -> list[str]:
     if isinstance(cfg, PairedRun):
         return pair_problems(cfg, cfg.dpo, launch)
-    return corpus_problems(cfg, launch.world_size) if isinstance(cfg, CorpusRun) else []
+    return corpus_problems(cfg, launch.data_processes) if isinstance(cfg, CorpusRun) else []
 
 
 def problems_of_a_run(
@@ -165,7 +165,7 @@ def problems_of_a_run(
     """Why a run would refuse these data on this machine, by the run's own functions."""
     if launch.mixed_precision not in distributed.DTYPES:
         return [distributed.precision_problem(launch.mixed_precision)]
-    found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
+    found = batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
     found += model_problems(spec, cfg.data, distributed.compute_dtype(launch, cfg.train.weights))
     found += new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
     found += row_problems(rows, held_out, cfg.data, spec)

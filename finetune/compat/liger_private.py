@@ -77,6 +77,22 @@ def gated_backward(of_out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, a
     (swiglu_backward if activation == "silu" else geglu_backward)(gate, up, of_out)
 
 
+def rotates(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether Liger's kernel takes these queries and keys."""
+    return computes(q, k) and q.shape[-1] % 2 == 0
+
+
+def rotated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``models.rotary.rotated``. The kernel writes into what it is given, where that is contiguous by positions."""
+    from liger_kernel.ops.rope import rope_backward, rope_forward
+
+    own = [each.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for each in (q, k)]
+    found, others, *_ = (rope_backward if back else rope_forward)(*own, cos, sin)
+    return found, others
+
+
 def _mode(casts_first: bool) -> int:
     from liger_kernel.ops.rms_norm import _str_to_casting_mode
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -14,6 +15,10 @@ SHARD = "_sharded_param_data"
 
 without_modes = _disable_current_modes
 """Within it tensors are real, whatever mode is active. Goes with a public name."""
+
+# one tensor of each process, end to end, and its reverse: by the names of 2.13; go when it is required
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def cpu_computes_bf16() -> bool:
@@ -53,3 +58,8 @@ def free_gathered(model: torch.nn.Module) -> None:
     """Free all that FSDP2 has gathered. Goes when ``reshard`` does so after a forward pass that ended in an error."""
     for group in param_groups(model):
         group._to_sharded()
+
+
+def store_of_launch() -> Any:
+    """The key-value store over which the processes of this launch met. Goes with a public getter."""
+    return dist.distributed_c10d._get_default_store()

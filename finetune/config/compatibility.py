@@ -5,7 +5,7 @@ refused by the first rule that applies, whose sentence names the nearest thing t
 ``tests/test_compatibility.py`` walks every cell; the tables of docs/compatibility.md are written from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 STRATEGIES = (
@@ -19,7 +19,11 @@ STRATEGIES = (
     "zero3",
     "zero3_offload",
     "zero3_nvme",
+    "cp",
+    "ulysses",
 )
+TOGETHER = {"cp": "cp_size", "ulysses": "sp_size"}
+"""Strategies under which several processes compute each row together, and the launch file's key for how many."""
 BITS = (None, 8, 4)
 ADAPTERS = ("none", "lora", "dora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd")
@@ -35,7 +39,7 @@ class Cell(NamedTuple):
 
     @property
     def shards_weights(self) -> bool:
-        return self.strategy.startswith(("fsdp2", "hsdp", "zero3"))
+        return self.strategy.startswith(("fsdp2", "hsdp", "cp", "ulysses", "zero3"))
 
     @property
     def offloads(self) -> bool:
@@ -129,6 +133,47 @@ def reference_problems(strategy: str, reference: str) -> list[str]:
     return [
         f"dpo.reference: model exchanges weights in memory, but {strategy} keeps them on disk; set it to cached, or "
         "use the strategy file zero3_offload."
+    ]
+
+
+def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, attention: str) -> list[str]:
+    """Why the processes of a launch cannot compute rows together.
+
+    Args:
+        paired: answers are compared with one another.
+        attention: as ``model.attention``.
+    """
+    if strategy not in TOGETHER:
+        return []
+    instead = "or use the strategy file fsdp2"
+    found = {
+        f"{strategy} spreads a row over processes, and answers are compared as a whole; use the strategy file fsdp2.": (
+            paired
+        ),
+        f"{strategy} spreads a row over processes, and train.neftune_alpha draws noise for whole documents; set it to "
+        f"0, {instead}.": embedding_noise,
+        f"{strategy} has its own attention; set model.attention to auto, {instead}.": attention != "auto",
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def spread_problems(reasons: Sequence[str]) -> list[str]:
+    """Sentences of why a model's rows cannot be spread over processes, given as clauses."""
+    return [f"{reason}; use the strategy file fsdp2." for reason in reasons]
+
+
+def heads_problems(strategy: str, processes: int, heads: int, key_heads: int) -> list[str]:
+    """Why the processes that compute a row together cannot share the model's attention heads.
+
+    Args:
+        processes: of each row.
+        key_heads: of keys and values.
+    """
+    if strategy != "ulysses" or not (heads % processes or (key_heads % processes and processes % key_heads)):
+        return []
+    return [
+        f"ulysses shares the attention heads among {processes} processes, but the model has {heads}, and {key_heads} "
+        "of keys and values; use the strategy file cp, or another number of processes for each row."
     ]
 
 

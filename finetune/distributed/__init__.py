@@ -2,11 +2,12 @@
 
 ``strategy`` (the launch, and whether it can work), ``gpus`` (GPUs of the launch), ``setup`` (process group,
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
-of what is active; whole parameters), ``sharding`` (how much each process holds), ``flat_shards`` (which elements of a
-parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
-store them), ``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the
-trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals,
-lost processes), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once),
+of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
+processes compute together), ``flat_shards`` (which elements of a parameter a process holds, and where),
+``sharded_state`` (weights and optimizer state as such shards, as checkpoints store them), ``averaged_weights``
+(averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of the beginning, to
+compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes), ``heartbeat`` (lost
+machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once),
 ``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file, for notebooks
 and tests), ``launcher`` (the processes of ``finetune train``).
 Compatibility is in ``finetune.config.compatibility``.
@@ -20,7 +21,7 @@ launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32
 norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
-part       single, ddp                 fsdp2, hsdp                        zero1, zero2, zero3
+part       single, ddp                 fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    autocast                    ``MixedPrecisionPolicy``           parameters in bf16 or fp16
@@ -41,6 +42,7 @@ from finetune.distributed.active import (
     working_parameters,
 )
 from finetune.distributed.averaged_weights import AVERAGES, averaged_weights
+from finetune.distributed.context import HOW, shared
 from finetune.distributed.deepspeed_ops import prepare_import
 from finetune.distributed.gpus import machines_of
 from finetune.distributed.interruption import Interruption, name_of
@@ -74,6 +76,7 @@ from finetune.distributed.weight_loading import counts, loading, loading_device,
 __all__ = [
     "AVERAGES",
     "DTYPES",
+    "HOW",
     "WEIGHTS",
     "Interruption",
     "Piece",
@@ -109,6 +112,7 @@ __all__ = [
     "restore_loss_scale",
     "set_optimizer_steps",
     "sharding_of",
+    "shared",
     "start",
     "sync_compute_weights",
     "trained_shapes",

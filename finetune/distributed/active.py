@@ -25,7 +25,8 @@ def prove_active(
         RuntimeError: if the strategy or the number of processes differs, or the model is not sharded as it should be.
     """
     found = (active_name(model), accelerator.num_processes)
-    if found != (strategy.name, strategy.world_size):
+    wrapped = "fsdp2" if strategy.context > 1 else strategy.name
+    if found != (wrapped, strategy.world_size):
         raise RuntimeError(
             f"The launch asked for {strategy.name} with {strategy.world_size} processes, but {found[0]} with "
             f"{found[1]} is active; nothing was trained. Launch with an unchanged file of accelerate_configs/."

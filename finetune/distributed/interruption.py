@@ -2,16 +2,18 @@
 
 All processes agree on a signal at the next step boundary, so they save and stop together. The same signal again has its
 default effect: it ends its process at once, and Ctrl-C in a notebook raises KeyboardInterrupt. When a process dies, the
-others on its machine end within a second; otherwise they would wait in a collective until its timeout. Before training,
-see ``finetune.start_up``.
+others on its machine end within a second, and other machines within seconds if it could be told them, else within
+minutes (see ``heartbeat``); otherwise they would wait in a collective until its timeout. Before training, see
+``finetune.start_up``.
 
-A thread watches, because the main thread may be in a collective, where Python handles no signals. Limit: a process lost
-on another machine is not noticed; processes that wait for it end with the timeout of the collective.
+A thread watches, because the main thread may be in a collective, where Python handles no signals. Limit: a process that
+lives and gets no further is not noticed; those that wait for it end with the timeout of the collective.
 """
 
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,11 +24,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 
 from finetune import start_up
+from finetune.distributed import heartbeat
+from finetune.distributed.heartbeat import Heartbeat, Place
 from finetune.distributed.long_timeout import gathered, long_timeout_group
 from finetune.distributed.strategy import Strategy
+from finetune.errors import first_line
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SECONDS = 2.0
@@ -40,7 +44,7 @@ class Interruption:
     ``take_signals`` on. It cleans up after itself."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.world_size = strategy.world_size
+        self.world_size, self._rank = strategy.world_size, strategy.rank
         self.asked = 0
         """Number of the signal that this process got; 0 for none."""
         self._launcher = strategy.parent if start_up.was_launched() else None
@@ -51,7 +55,12 @@ class Interruption:
 
     def __enter__(self) -> "Interruption":
         self._group = long_timeout_group() if self.world_size > 1 else None
-        self._others = [psutil.Process(pid) for pid in self._other_processes()]
+        places = self._places()
+        mine = places[self._rank]
+        self._name = f"process {self._rank} on {mine.host}"
+        same = {rank: place for rank, place in enumerate(places) if place.machine == mine.machine and place != mine}
+        self._others = {f"process {rank} on {mine.host}": psutil.Process(place.pid) for rank, place in same.items()}
+        self.heartbeat = Heartbeat(places, self._rank)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._look, name="interruption", daemon=True)
@@ -65,6 +74,9 @@ class Interruption:
             signal.set_wakeup_fd(self._earlier_wakeup)
         os.write(self._write, b"\0")
         self._thread.join()
+        if error is not None:
+            self.heartbeat.tell_of_error(f"{self._name} ended with an error ({first_line(error)})")
+        self.heartbeat.stop()
         os.close(self._read)
         os.close(self._write)
         if self._group is not None and error is None:
@@ -97,15 +109,15 @@ class Interruption:
         self._ends = True
         self.gather(None)
 
-    def _other_processes(self) -> list[int]:
-        """Process ids of the other processes of this run on this machine."""
+    def _places(self) -> list[Place]:
+        """Where each process of this run is."""
         if self.world_size == 1:
-            return []
+            return [Place((), socket.gethostname(), os.getpid())]
         machine = [str(psutil.boot_time())]
         if sys.platform == "linux":  # containers number their processes each for itself
             machine = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-        everyone = gather_object([(machine, os.getpid())])
-        return [pid for where, pid in everyone if where == machine and pid != os.getpid()]
+        heartbeat.prepare(self._rank)
+        return gathered(Place(tuple(machine), socket.gethostname(), os.getpid()), self._group)
 
     def _look(self) -> None:
         while True:
@@ -115,13 +127,18 @@ class Interruption:
                     return
                 if number in SIGNALS:
                     self._ask(number)
-            if not self._ends and not all(map(_is_alive, self._others)):
-                start_up.end(
-                    "error: another process of this run died, so this one exits too.",
-                    start_up.EXIT_CODE_OF_A_LOST_RUN,
-                )
-            if self._launcher not in (None, os.getppid()):  # it is gone, and another process has adopted this one
+            if not self._ends and (lost := self._lost()):
+                self.heartbeat.tell_of_death(lost)
+                start_up.end(f"error: {lost}, so process {self._rank} exits too.", start_up.EXIT_CODE_OF_A_LOST_RUN)
+            # it is gone, and another process has adopted this one; or that of the first machine is
+            if self._launcher not in (None, os.getppid()) or self.heartbeat.is_orphaned:
                 self.asked = self.asked or LAUNCHER_ENDED
+
+    def _lost(self) -> str | None:
+        for name, process in self._others.items():
+            if not _is_alive(process):
+                return f"{name} died"
+        return self.heartbeat.lost(start_up.LOOK_SECONDS)
 
     def _ask(self, number: int) -> None:
         now = time.monotonic()

@@ -72,7 +72,7 @@ def start(
         logger.setLevel(logging.ERROR)  # without its notes on defaults that we set on purpose
         # DeepSpeed 0.19 calls collectives by names that PyTorch 2.13 has replaced
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    if strategy.replicas > 1:
+    if strategy.replicas > 1 or strategy.context > 1:
         # Accelerate 1.15 slices its mesh in a way that later versions of PyTorch will not allow
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh", category=UserWarning)
     _forget_earlier_runs()
@@ -156,9 +156,12 @@ def _without_chatter() -> contextlib.AbstractContextManager[object]:
 
 
 def _parallelism(strategy: Strategy) -> ParallelismConfig | None:
-    if strategy.replicas == 1:
+    if strategy.replicas == strategy.context == 1:
         return None
-    return ParallelismConfig(dp_replicate_size=strategy.replicas, dp_shard_size=strategy.shards)
+    # sharded over processes that compute rows together, too; how they do is ours (context.py), not Accelerate's
+    return ParallelismConfig(
+        dp_replicate_size=strategy.replicas, dp_shard_size=strategy.shards, tp_size=1, cp_size=1, sp_size=1
+    )
 
 
 def _configure_fsdp(accelerator: Accelerator, strategy: Strategy, weights: str) -> None:

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from finetune.compat.torch_private import cpu_computes_bf16
-from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
+from finetune.config.compatibility import TOGETHER, Cell, bf16_weights_problems, refusal
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -30,6 +30,8 @@ class Strategy:
     """``no``, ``bf16`` or ``fp16``: the precision of computation."""
     rehearsal: bool
     """No GPU found: the same classes run on the CPU."""
+    context: int = 1
+    """Processes that compute each row together: the number in the launch file for cp and ulysses."""
     parent: int = field(default_factory=os.getppid, compare=False)
     """The process that started this one, when the launch was read."""
 
@@ -41,12 +43,14 @@ class Strategy:
             InputError: if the launch is not supported.
         """
         environ, replicas = os.environ, 1
+        together, context = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
                 raise InputError("The launch file asks for FSDP version 1; set fsdp_version: 2 in its fsdp_config.")
             replicas = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
             offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
-            name = ("hsdp" if replicas > 1 else "fsdp2") + ("_offload" if offload else "")
+            name = together or ("hsdp" if replicas > 1 else "fsdp2")
+            name += "_offload" if offload else ""
         elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             name = _zero_name()
         else:
@@ -59,7 +63,18 @@ class Strategy:
             replicas=replicas,
             mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION") or native_precision(),
             rehearsal=rehearsal,
+            context=context,
         )
+
+    @property
+    def data_processes(self) -> int:
+        """Processes, or groups of them, that compute different rows."""
+        return max(1, self.world_size // self.context)
+
+    @property
+    def data_share(self) -> dict[str, int]:
+        """Which rows this process computes, as for ``data.sampler.micro_batches``."""
+        return {"rank": self.rank // self.context, "world_size": self.data_processes}
 
     @property
     def shards(self) -> int:
@@ -73,7 +88,7 @@ class Strategy:
 
     @property
     def is_fsdp(self) -> bool:
-        return self.name.startswith(("fsdp2", "hsdp"))
+        return self.name.startswith(("fsdp2", "hsdp", *TOGETHER))
 
     @property
     def is_deepspeed(self) -> bool:
@@ -83,6 +98,47 @@ class Strategy:
     def gathers_in_order(self) -> bool:
         """Each layer's weights are gathered ahead, in the order of an earlier pass: ZeRO-3."""
         return self.name.startswith("zero3")
+
+
+def _together() -> tuple[str, int]:
+    """The strategy under which processes compute rows together, and how many; an empty name and 1 where none does.
+
+    Raises:
+        InputError: if it is asked for with what it does not work with.
+    """
+    environ = os.environ
+    sizes = {name: int(environ.get(f"PARALLELISM_CONFIG_{key.upper()}", "1")) for name, key in TOGETHER.items()}
+    asked = [name for name, size in sizes.items() if size > 1]
+    if not asked:
+        return "", 1
+    name, *others = asked
+    key = _flag(name)
+    if others:
+        raise InputError(
+            f"The launch file sets {key} to {sizes[name]} and {_flag(others[0])} to {sizes[others[0]]}, but processes "
+            "spread rows in one of these ways; set the other to 1."
+        )
+    if environ.get("ACCELERATE_USE_FSDP") != "true":
+        raise InputError(
+            f"The launch file sets {key} to {sizes[name]}, but not distributed_type to FSDP, without which processes "
+            f"do not share rows here; use the strategy file {name}, or set {key} to 1."
+        )
+    if environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1":
+        raise InputError(
+            f"The launch file asks for replicas and sets {key} to {sizes[name]}, but {name} shards weights over all "
+            f"processes; set parallelism_config_dp_replicate_size to 1, or {key} to 1."
+        )
+    if environ.get("FSDP_OFFLOAD_PARAMS") == "true":
+        raise InputError(
+            f"The launch file sets fsdp_offload_params to true and {key} to {sizes[name]}, but {name} keeps weights on "
+            "the GPUs; set fsdp_offload_params to false, or use the strategy file fsdp2_offload."
+        )
+    return name, sizes[name]
+
+
+def _flag(name: str) -> str:
+    """The launch file's key for how many processes compute a row."""
+    return f"parallelism_config_{TOGETHER[name]}"
 
 
 def _zero_name() -> str:
@@ -123,6 +179,7 @@ def was_restarted() -> bool:
 def describe(strategy: Strategy) -> str:
     """One line for the run's output."""
     processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
+    processes += f", {strategy.context} for each row" if strategy.context > 1 else ""
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
@@ -147,6 +204,11 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         found.append(
             f"{strategy.name} was launched with one process, and this machine has {gpus} GPUs; launch with "
             f"--num_processes {gpus}, or set CUDA_VISIBLE_DEVICES to the GPU that is meant."
+        )
+    if processes % strategy.context:
+        found.append(
+            f"{strategy.name} has each row computed by {strategy.context} processes, but it was launched with "
+            f"{processes}; launch a multiple of {strategy.context}, or set --{_flag(strategy.name)}."
         )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(

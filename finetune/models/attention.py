@@ -13,6 +13,7 @@ changes nothing, because transformers drops it on the way here.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 from finetune.compat.transformers_private import attention_of
 from finetune.errors import InputError
 from finetune.models import document_attention
+from finetune.models.context_attention import Bounds, ContextShare
 
 PACKED = "packed"
 """The name for ``attn_implementation``."""
@@ -68,6 +70,7 @@ def packed_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    context_share: ContextShare | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row, in the form in which transformers' models call it.
@@ -77,6 +80,7 @@ def packed_attention(
         key: of shape (1, key-value heads, T, head size); ``value`` likewise.
         sliding_window: how many positions a token sees, its own and those before it.
         cu_seq_lens_q: with the other bounds, as ``document_bounds`` gives them.
+        context_share: in the place of bounds, where the query has only some positions of the row.
 
     Returns:
         The outputs, of shape (1, T, heads, head size), and no weights.
@@ -86,10 +90,9 @@ def packed_attention(
     """
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     asked = sorted(n for n, v in others.items() if n not in _HARMLESS and v is not None and v is not False)
-    if cu_seq_lens_q is None or max_length_q is None:
-        problem = "without document bounds; pass **document_bounds(lengths, device) to the model"
-    elif max_length_k != max_length_q or cu_seq_lens_k is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        problem = "with different bounds for keys and queries; pass both as document_bounds returns them"
+    whole = _bounds_problem(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if context_share is None and whole:
+        problem = whole
     elif attention_mask is not None:
         problem = "with an attention mask, which it does not support"
     elif query.shape[0] != 1 or key.shape[2] != query.shape[2]:
@@ -101,19 +104,56 @@ def packed_attention(
         problem = "by a layer that is not causal"
     elif asked:
         problem = f"with {', '.join(asked)}, which it does not support"
+    elif context_share is not None:
+        part = partial(_part, scaling=scaling, sliding_window=sliding_window, dropout=dropout)
+        return context_share.attend(query, key, value, part), None
     elif query.is_cuda:
-        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout)
-        return output, None
+        assert cu_seq_lens_q is not None
+        assert max_length_q is not None
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, dropout), None
     else:
-        bounds = cu_seq_lens_q.tolist()
-        if bounds[-1] != query.shape[2]:
+        assert cu_seq_lens_q is not None
+        on_host = cu_seq_lens_q.tolist()
+        if on_host[-1] != query.shape[2]:
             raise InputError(
-                f"packed attention was called with bounds up to {bounds[-1]} for a row of {query.shape[2]} tokens; "
+                f"packed attention was called with bounds up to {on_host[-1]} for a row of {query.shape[2]} tokens; "
                 "give document_bounds the lengths of all documents in the row, padding included."
             )
-        output = document_attention.each_document(query, key, value, bounds, scaling, sliding_window, dropout)
+        output = document_attention.each_document(query, key, value, on_host, scaling, sliding_window, dropout)
         return output, None
     raise InputError(f"packed attention was called {problem}. {OTHERWISE}")
+
+
+def _part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    of_queries: Bounds,
+    of_keys: Bounds,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Of some queries, which may see keys before them (``context_attention.Part``)."""
+    if query.is_cuda:
+        bounds, keys = (of_queries.on_device, of_queries.longest), (of_keys.on_device, of_keys.longest)
+        return _varlen(query, key, value, *bounds, scaling, sliding_window, dropout, keys)
+    bounds_on_host = of_queries.on_host
+    return document_attention.each_document(
+        query, key, value, bounds_on_host, scaling, sliding_window, dropout, of_keys.on_host
+    )
+
+
+def _bounds_problem(
+    of_queries: torch.Tensor | None, of_keys: torch.Tensor | None, longest_query: int | None, longest_key: int | None
+) -> str | None:
+    """A clause, where a row comes whole."""
+    if of_queries is None or longest_query is None:
+        return "without document bounds; pass **document_bounds(lengths, device) to the model"
+    if longest_key != longest_query or of_keys is None or of_keys.shape != of_queries.shape:
+        return "with different bounds for keys and queries; pass both as document_bounds returns them"
+    return None
 
 
 def _varlen(
@@ -125,8 +165,13 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
     dropout: float,
+    of_keys: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
-    """All documents in one flash attention kernel; nothing here waits for the device."""
+    """All documents in one flash attention kernel; nothing here waits for the device.
+
+    Args:
+        of_keys: their bounds and the longest, where they are not those of the queries.
+    """
     if torch.is_autocast_enabled(query.device.type):
         # as autocast does for torch's own attention: rotary embeddings and norms may have left fp32
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -144,9 +189,9 @@ def _varlen(
     # flash attention counts the positions before the token's own; -1 is all of them
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     query_THD, key_THD, value_THD = (each[0].transpose(0, 1) for each in (query, key, value))
-    output_THD = varlen_attn(
-        query_THD, key_THD, value_THD, bounds, bounds, longest, longest, scale=scaling, window_size=window, **_GROUPED
-    )
+    key_bounds, longest_key = of_keys or (bounds, longest)
+    known = bounds, key_bounds, longest, longest_key
+    output_THD = varlen_attn(query_THD, key_THD, value_THD, *known, scale=scaling, window_size=window, **_GROUPED)
     assert isinstance(output_THD, torch.Tensor)  # a tuple only where auxiliary outputs are asked for
     return output_THD[None]
 

@@ -29,6 +29,7 @@ def each_document(
     scaling: float | None,
     sliding_window: int | None,
     dropout: float,
+    key_bounds: list[int] | None = None,
 ) -> torch.Tensor:
     """Causal attention within each document.
 
@@ -37,6 +38,8 @@ def each_document(
         bounds: where each document begins, and T.
         scaling: of the scores; None for one over the root of the head size.
         sliding_window: how many positions a token sees, its own and those before it.
+        key_bounds: of what the queries of each document see, where that begins before the first of them: their last
+            query stands at its end. None where it does not.
 
     Returns:
         Of shape (1, T, heads, head size).
@@ -45,6 +48,8 @@ def each_document(
     if torch.is_autocast_enabled(kind):  # as PyTorch's own attention does
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if key_bounds is not None and key_bounds != bounds:
+        return _runs(query, key, value, bounds, key_bounds, scaling, sliding_window, dropout)
     spans = list(itertools.pairwise(bounds))
     short = [(start, end) for start, end in spans if end - start <= SHORT and not dropout]
     pieces: list[torch.Tensor | None] = [None] * len(spans)
@@ -61,18 +66,44 @@ def each_document(
         band = None
         if sliding_window is not None and end - start > sliding_window:
             band = _seen(end - start, sliding_window, query.device)
-        output = F.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            attn_mask=band,
-            is_causal=band is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+        pieces[place] = _alone(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], band, scaling, dropout
         )
-        pieces[place] = output.transpose(1, 2)
     return torch.cat([each for each in pieces if each is not None], dim=1)
+
+
+def _runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: list[int],
+    key_bounds: list[int],
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float,
+) -> torch.Tensor:
+    """As ``each_document``: those that see what is before them each by itself, the others between them together."""
+    places = list(zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True))
+    found = list[torch.Tensor]()
+    runs = itertools.groupby(enumerate(places), key=lambda each: each[0] if _earlier(*each[1]) else -1)
+    for _, run in runs:
+        inside = [each for _, each in run]
+        (start, _), (start_of_keys, _) = inside[0]
+        (_, end), (_, end_of_keys) = inside[-1]
+        own_query = query[:, :, start:end]
+        own_key, own_value = (each[:, :, start_of_keys:end_of_keys] for each in (key, value))
+        if earlier := _earlier(*inside[0]):
+            seen = _seen(end - start, sliding_window, query.device, earlier)
+            found.append(_alone(own_query, own_key, own_value, seen, scaling, dropout))
+        else:
+            moved = [each - start for each in bounds if start <= each <= end]
+            found.append(each_document(own_query, own_key, own_value, moved, scaling, sliding_window, dropout))
+    return torch.cat(found, dim=1)
+
+
+def _earlier(queries: tuple[int, int], keys: tuple[int, int]) -> int:
+    """Keys before that of the first query."""
+    return keys[1] - keys[0] - (queries[1] - queries[0])
 
 
 def _alike(spans: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -86,10 +117,36 @@ def _alike(spans: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
             yield alike[first : first + count]
 
 
-def _seen(positions: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys a query sees, of shape (positions, positions)."""
-    seen = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
-    return seen if sliding_window is None else seen.triu(1 - sliding_window)
+def _alone(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """One document by PyTorch's own attention, causal unless it is told what is seen."""
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=seen,
+        is_causal=seen is None,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+def _seen(queries: int, sliding_window: int | None, device: torch.device, earlier: int = 0) -> torch.Tensor:
+    """Which keys a query sees, of shape (queries, earlier + queries).
+
+    Args:
+        earlier: keys before that of the first query.
+    """
+    seen = torch.ones(queries, earlier + queries, dtype=torch.bool, device=device).tril(earlier)
+    return seen if sliding_window is None else seen.triu(earlier + 1 - sliding_window)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from finetune.compat import liger_private as liger
 from finetune.compat.torch_private import storage_key, without_modes
+from finetune.models import rotary
 from finetune.models.recomputation import recomputed_parts
 
 AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
@@ -199,14 +200,14 @@ class _Gated(torch.autograd.Function):
 
 
 def fuse(model: torch.nn.Module) -> None:
-    """Have each RMSNorm and gated MLP that is known by its numbers compute in one operation.
+    """Have each RMSNorm, gated MLP and rotation of queries and keys that is known by its numbers be one operation.
 
     In layers that are not recomputed as a whole, the product of a gated MLP is computed again in the backward pass:
     keeping it would take a fifth of what a layer keeps. Choose before which layers are recomputed.
     """
     recomputed = recomputed_parts(model)
     for module in model.modules():
-        if forward := _norm_of(module) or _mlp_of(module, again=module not in recomputed):
+        if forward := _norm_of(module) or _mlp_of(module, again=module not in recomputed) or rotary.rotating(module):
             module.forward = types.MethodType(forward, module)
 
 
@@ -214,7 +215,9 @@ def known_in(model: torch.nn.Module) -> dict[str, int]:
     """How many modules of each kind ``fuse`` finds in a model, whose weights may be on the meta device."""
     norms = sum(_norm_of(module) is not None for module in model.modules())
     mlps = sum(_mlp_of(module, again=False) is not None for module in model.modules())
-    return {kind: count for kind, count in (("RMSNorm", norms), ("gated MLP", mlps)) if count}
+    rotations = sum(rotary.rotating(module) is not None for module in model.modules())
+    found = {"RMSNorm": norms, "gated MLP": mlps, "rotary embedding": rotations}
+    return {kind: count for kind, count in found.items() if count}
 
 
 def computed_by(kind: str) -> str:

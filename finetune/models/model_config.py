@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import InputError, first_line
-from finetune.hub_access import refuse_without_access
+from finetune.hub_access import is_hub_id, missing_in_folder, refuse_without_access
 
 INSTEAD = "a config.json file (--model path/to/config.json)"
 """What can be given where the hub gives nothing."""
@@ -41,7 +41,7 @@ def _file(path: str, revision: str | None) -> Path:
         if not file.is_file():
             raise InputError(f"The folder {path} has no config.json; give the folder of a transformers model.")
         return file
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not is_hub_id(path) and not missing_in_folder(path):  # which will be said below
         raise InputError(
             f"There is no file or folder {path}; give a model folder, its config.json, or a hub id (owner/name)."
         )

@@ -36,12 +36,14 @@ class ModelSpec:
         packing: bool,
         dtype: torch.dtype,
         chat_template: str | None = None,
+        grown_rows: int | None = None,
     ) -> "ModelSpec":
         """Read the config.json, and what a chat template adds to the vocabulary.
 
         Args:
             packing: whether documents share rows.
             dtype: in which the model computes.
+            grown_rows: of the vocabulary of a run that goes on; see ``new_tokens.grown_rows_of``.
 
         Raises:
             InputError: if it cannot be read, or describes no model that transformers knows.
@@ -53,7 +55,7 @@ class ModelSpec:
         attention, flat = packing_support.attention_for(
             config, section.attention, packing=packing, dtype=dtype, own_code=section.trust_remote_code
         )
-        new = new_tokens.of_template(section, chat_template, config)
+        new = new_tokens.of_template(section, chat_template, config, grown_rows)
         return cls(section, new.grown(config), bits, attention, flat, new)
 
     @property

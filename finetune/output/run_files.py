@@ -4,6 +4,7 @@ final/ takes its name last. Where it stands, all else that belongs to the run ha
 """
 
 import errno
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -151,8 +152,9 @@ def _append(content: bytes, path: Path) -> None:
             raise
 
 
+@functools.cache  # what runs is what was imported
 def environment() -> dict[str, Any]:
-    """Versions, hardware and the state of the code, for run.yaml."""
+    """Versions, hardware and the state of the code, for run.yaml. Not to be changed."""
     installed = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -186,7 +188,7 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
     loss += "".join(f"- {line}\n" for line in describe_tasks(run.get("tasks", {})))
     if decay := run["config"]["train"].get("ema_decay"):  # older runs have no such key
-        loss += f"- weights: averages over the steps, of which each keeps {decay:g}\n"
+        loss += f"- weights: exponential moving average, decay {decay:g}\n"
     is_random = run["config"]["model"].get("random_weights", False)  # older runs have no such key
     is_adapter = run["config"]["adapter"]["type"] != "none"
     own = [name for name in run["config"] if name not in Recipe.model_fields] or ["sft"]  # a recipe's own section
@@ -204,18 +206,26 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
         f"- optimizer steps: {metrics['step']}\n{twice}{loss}"
         f"- strategy: {run['strategy']['name']} on {run['strategy']['processes']} process(es), "
         f"precision {run['strategy']['precision']}\n\n{_answers(run.get('answers', []))}"
-        f"{_with_new_tokens(base, run['new_tokens']) if is_adapter and 'new_tokens' in run else ''}"
+        f"{_with_new_tokens(run['config']['model'], run['new_tokens']) if is_adapter and 'new_tokens' in run else ''}"
         f"## Configuration\n\n```yaml\n{yaml.safe_dump(run['config'], sort_keys=False)}```\n"
     )
 
 
-def _with_new_tokens(base: str, new: Mapping[str, Any]) -> str:
+def _with_new_tokens(model: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """A section of the model card: how to load the adapter by hand, onto a base whose vocabulary has to grow."""
-    grows = f"model.resize_token_embeddings({new['rows']})\n" if new["rows"] > new["rows_of_base"] else ""
+    pinned = f", revision={model['revision']!r}" if model["revision"] else ""
+    known, end, rows, grows = new["rows_of_base"], new["trained_rows"][-1] + 1, new["rows"], ""
+    if rows > known:
+        grows = f"model.resize_token_embeddings({rows}, mean_resizing=False)\n"
+    if grows and rows > end:
+        grows += (
+            "head = model.get_output_embeddings().weight.data\n"
+            f"head[{end}:] = head[:{known}].mean(0)  # rows of no token, as in training; else they are random\n"
+        )
     return (
         f"## Loading\n\nThe chat template added {', '.join(new['tokens'])} to the tokenizer; the adapter has their "
         "embeddings.\n\n```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        f"model = AutoModelForCausalLM.from_pretrained({base!r})\n{grows}"
+        f"model = AutoModelForCausalLM.from_pretrained({model['path']!r}{pinned})\n{grows}"
         'model = PeftModel.from_pretrained(model, "DIR")  # this folder\n```\n\n'
     )
 

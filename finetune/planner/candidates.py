@@ -8,8 +8,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from finetune.config.compatibility import averaging_problems, bf16_weights_problems, reference_problems, refusal
+from finetune.config.compatibility import (
+    TOGETHER,
+    averaging_problems,
+    bf16_weights_problems,
+    context_problems,
+    heads_problems,
+    reference_problems,
+    refusal,
+    spread_problems,
+)
 from finetune.config.refusals import recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
@@ -23,6 +33,9 @@ from finetune.trace.setting import Method, Setting
 SAME_SETTING_SPEED = 0.01
 """Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
 ``preference.SAME_SPEED``, because their predictions share their errors."""
+LONG_ROW_TOKENS = 16384
+"""From where ways to train with several GPUs for each row are compared without being named. Of shorter rows a GPU has
+room for several, or for all of a layer's activations, and these ways take longer to compare than all others."""
 Judge = Callable[[Question, Setting], Row]
 
 
@@ -43,14 +56,16 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     """
     rows, left_out, possible = list[Row](), list[Impossible](), list[Setting]()
     for strategy in question.strategies:
-        if len(question.strategies) > 1 and is_pointless(strategy, question.machines):
+        if len(question.strategies) > 1 and is_pointless(strategy, question.machines, question.base.row_tokens):
             continue
         for method in question.methods:
-            base = replace(question.base, strategy=strategy, adapter=method.adapter, bits=method.bits)
-            if why := why_not(question.model, base):
-                left_out.append(Impossible(strategy, method, why))
-            else:
-                possible.append(base)
+            for context in contexts(strategy, question.machines):
+                how: dict[str, Any] = {"strategy": strategy, "context": context}
+                base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
+                if why := why_not(question.model, base):
+                    left_out.append(Impossible(strategy, method, why))
+                else:
+                    possible.append(base)
     for base, found in zip(possible, _fastest_of_each(question, possible, judge), strict=True):
         if isinstance(found, Row):
             rows.append(found)
@@ -59,12 +74,22 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     return rows + _reduced(question, rows, judge), left_out
 
 
-def is_pointless(strategy: str, machines: Machines) -> bool:
+def contexts(strategy: str, machines: Machines) -> list[int]:
+    """Numbers of GPUs that may compute each row together: powers of two, inside a machine."""
+    most = machines.gpus_per_node if machines.gpus_per_node > 1 else machines.world_size
+    return [number for number in (2, 4, 8) if number <= most] or [2] if strategy in TOGETHER else [1]
+
+
+def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool:
     """Whether a strategy has nothing to win on these machines.
 
     On one GPU there is nothing to split, so that only what offloads differs from a plain step. Replicas of shards spare
     the network between machines; on one machine there is none.
+
+    Where several GPUs compute a row together, they send one another what a whole row needs: for long ones.
     """
+    if strategy in TOGETHER:
+        return strategy != "cp" or row_tokens < LONG_ROW_TOKENS or machines.world_size == 1
     placement = placement_of(strategy, machines.world_size)
     if machines.world_size == 1:
         return placement.framework != "plain" and placement.optimizer_on == "gpu"
@@ -79,12 +104,25 @@ def why_not(model: Model, setting: Setting) -> str | None:
             "take its 16-bit version."
         )
     return (
-        world_sizes_problem(setting.strategy, setting.world_size)
+        world_sizes_problem(setting.strategy, setting.world_size, setting.context)
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
         or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
+        or next(iter(_context_problems(model, setting)), None)
         or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
+    )
+
+
+def _context_problems(model: Model, setting: Setting) -> list[str]:
+    if setting.context == 1:
+        return []
+    anatomy = model.anatomy
+    attention, is_paired = "auto" if setting.flat else "sdpa", setting.reference != "none"
+    return (
+        spread_problems(anatomy.not_spread)
+        + context_problems(setting.strategy, embedding_noise=False, paired=is_paired, attention=attention)
+        + heads_problems(setting.strategy, setting.context, *anatomy.heads)
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import STRATEGIES, bf16_weights_problems
+from finetune.config.compatibility import STRATEGIES, TOGETHER, bf16_weights_problems
 from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
@@ -64,13 +64,23 @@ def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads."""
     here = setting.placement
     found = []
-    for strategy in STRATEGIES:
+    for strategy in (each for each in STRATEGIES if each not in TOGETHER):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
         if there.optimizer_on == "gpu" and (more > less or (more == less and here.optimizer_on != "gpu")):
             found.append(replace(setting, strategy=strategy))
     return found
+
+
+def spread(setting: Setting) -> list[Setting]:
+    """With each row computed by 2, 4 or 8 of the GPUs, where the rows of a step are enough for all."""
+    if setting.context > 1:
+        return []
+    sizes = [number for number in (2, 4, 8) if setting.world_size % number == 0]
+    return [
+        replace(setting, strategy="cp", context=number, accumulation=setting.accumulation * number) for number in sizes
+    ]
 
 
 def with_adapter(setting: Setting) -> list[Setting]:

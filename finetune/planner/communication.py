@@ -24,6 +24,7 @@ NAMES = {
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
     "broadcast": "broadcast",
+    "alltoall": "all-to-all",
 }
 """Of collectives, by what PyTorch's names of them contain."""
 
@@ -57,7 +58,7 @@ def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) ->
     """All traffic of an optimizer step."""
     found: dict[str, Transfer] = {}
     for each in step.sent if setting.world_size > 1 else ():
-        one = _collective(each, step.micro_batches, setting, machines)
+        one = _collective(each, step, setting, machines)
         if known := found.get(one.what):
             calls, seconds = known.calls + one.calls, known.seconds + one.seconds
             one = replace(one, bytes=known.bytes + one.bytes, calls=calls, seconds=seconds)
@@ -66,8 +67,8 @@ def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) ->
     return tuple(each for each in every if each.bytes)
 
 
-def _collective(sent: Sent, traced: int, setting: Setting, machines: Machines) -> Transfer:
-    placement = setting.placement
+def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) -> Transfer:
+    placement, traced = setting.placement, step.micro_batches
     what = next((name for part, name in NAMES.items() if part in sent.name), sent.name)
     members, both_ways = max(1, sent.members), 2 if what == "all-reduce" else 1
     when: When = "backward" if sent.phase == "backward" else "step" if sent.phase == "step" else "forward"
@@ -76,7 +77,10 @@ def _collective(sent: Sent, traced: int, setting: Setting, machines: Machines) -
     times *= setting.forward_passes if when == "forward" else 1
     stride = placement.weight_shards if members == placement.replicas != setting.world_size else 1
     gb_per_second, latency = _route(machines, members, stride)
-    calls, size = sent.calls * times, sent.bytes.get(CONSTANT, 0.0)
+    calls = sent.calls * times
+    size = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens).value(sent.bytes)
+    is_of_rows = any(power != CONSTANT for power in sent.bytes)
+    what += " of rows" if is_of_rows else ""
     moved = both_ways * (members - 1) / members * size * calls
     if placement.framework == "replicated":
         calls = max(calls, calls * size / BUCKET_BYTES)
@@ -87,7 +91,7 @@ def _collective(sent: Sent, traced: int, setting: Setting, machines: Machines) -
         calls=calls,
         seconds=moved / (gb_per_second * 1e9) + both_ways * latency * calls,
         # DeepSpeed 0.19 reduces beside the computation in stage 3 alone (runtime/zero/config.py, overlap_comm_valid)
-        overlaps=placement.framework != "zero" or placement.zero_stage == 3,
+        overlaps=not is_of_rows and (placement.framework != "zero" or placement.zero_stage == 3),
     )
 
 

@@ -59,7 +59,7 @@ class Row:
     def name(self) -> str:
         """As part of a sentence."""
         method = "full fine-tuning" if self.setting.adapter == "none" else self.setting.method.text
-        return f"{method} under {self.setting.strategy}"
+        return f"{method} under {self.setting.launched}"
 
     @property
     def offloads(self) -> bool:

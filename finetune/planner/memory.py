@@ -72,7 +72,7 @@ def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) 
         large_workspaces: of matrix products, as on Hopper and later.
     """
     place = setting.placement
-    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
     if place.weights_on == "gpu":
         beside["weights"] = float(reference_bytes(step, setting))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from finetune.config.compatibility import TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (
@@ -12,6 +13,7 @@ from finetune.planner.changes import (
     in_4_bits,
     sharded,
     smaller_micro_batches,
+    spread,
     with_8_bit_state,
     with_adapter,
     with_bf16_weights,
@@ -44,6 +46,8 @@ class Nearest:
         """As part of a sentence: set a to b and c to d, and launch with e."""
         parts = [f"{key} to {value}" for key, value in self.changes.items()]
         launch = f"launch with accelerate_configs/{self.strategy}.yaml" if self.strategy else ""
+        if self.strategy and (key := TOGETHER.get(self.strategy)):
+            launch += f" --parallelism_config_{key} {self.row.setting.context}"
         joined = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
         return ", and ".join(part for part in (f"set {joined}" if parts else "", launch) if part)
 
@@ -52,9 +56,10 @@ def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged)
     """The nearest way to train that fits the machines of a question; None if there is none.
 
     From the mildest: a reference without a copy of the weights, a smaller micro-batch, activation checkpointing,
-    sharding over the GPUs that there are, 8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows.
-    A harsher change is made only where all milder ones together are not enough; rows are no shorter than they must be
-    with all the others. No change offloads. What fits without being tight comes first.
+    sharding over the GPUs that there are, several of them for each row, 8-bit optimizer state, bf16 weights, an
+    adapter, 4-bit weights, shorter rows. A harsher change is made only where all milder ones together are not enough;
+    rows are no shorter than they must be with all the others. No change offloads. What fits without being tight comes
+    first.
 
     Args:
         start: what does not fit.
@@ -96,7 +101,8 @@ def _fitting(
 
 def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     """Whether it is possible, under a strategy that has something to win."""
-    if setting.strategy != start.strategy and is_pointless(setting.strategy, question.machines):
+    is_other = setting.strategy != start.strategy and setting.context == 1
+    if is_other and is_pointless(setting.strategy, question.machines):
         return False
     return why_not(question.model, setting) is None
 
@@ -131,6 +137,7 @@ _MILDEST_FIRST: tuple[Change, ...] = (
     smaller_micro_batches,
     with_checkpointing,
     sharded,
+    spread,
     with_8_bit_state,
     with_bf16_weights,
     with_adapter,

@@ -149,7 +149,7 @@ def plan_run(
         setting,
         micro_batch_size=rows,
         activation_checkpointing=bool(activation_checkpointing),
-        accumulation=global_batch_size // (rows * setting.world_size),
+        accumulation=global_batch_size // (rows * setting.data_processes),
         flash=machines is None or machines.gpu.has_flash_attention,
     )
     if machines is None:

@@ -52,11 +52,12 @@ def simplest_of_the_fastest(rows: Sequence[Row]) -> Row:
     return min(bands(rows)[0], key=_simplicity)
 
 
-def _simplicity(row: Row) -> tuple[int, bool, float, float]:
+def _simplicity(row: Row) -> tuple[int, int, bool, float, float]:
     """Smaller is simpler. Full or adapter is the user's choice, which only speed decides; 16 bits before quantised."""
     setting = row.setting
     return (
         SIMPLEST_FIRST.index(setting.strategy),
+        setting.context,
         setting.bits is not None,
         -row.time.tokens_per_second,
         _share(row),

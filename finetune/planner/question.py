@@ -60,8 +60,8 @@ class Question:
         Args:
             base: what they have in common.
         """
-        unit = self.machines.world_size * (self.micro_batch_size or 1)
-        rows = self.global_batch_size // self.machines.world_size
+        unit = base.data_processes * (self.micro_batch_size or 1)
+        rows = self.global_batch_size // base.data_processes
         sizes = range(1, rows + 1) if self.micro_batch_size is None else [self.micro_batch_size]
         return [
             replace(base, activation_checkpointing=checkpointing, micro_batch_size=n, accumulation=rows // n)
@@ -76,7 +76,7 @@ def question_about(model: Model, setting: Setting, machines: Machines, *, mean_d
         model=model,
         machines=machines,
         base=setting,
-        global_batch_size=setting.micro_batch_size * setting.accumulation * setting.world_size,
+        global_batch_size=setting.micro_batch_size * setting.accumulation * setting.data_processes,
         mean_document_tokens=mean_document_tokens,
         methods=(setting.method,),
         strategies=(setting.strategy,),

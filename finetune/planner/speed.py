@@ -128,7 +128,7 @@ def step_time(step: Step, setting: Setting, machines: Machines, *, mean_document
     """
     gpu = stand_in(machines.gpu)
     rates = rates_of(gpu)
-    micro_batch = step.micro_batch(setting.micro_batch_size, setting.row_tokens)
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
     attended = mean_document_tokens / setting.row_tokens
     passes = {
         name: pass_of((each for each in step.kernels if each.phase in phases), micro_batch, gpu, rates, attended)

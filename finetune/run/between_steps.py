@@ -65,7 +65,7 @@ def profiled(steps: int, folder: Path, say: Callable[[str], None]) -> Iterator[C
         say(line)
 
     plan = schedule(skip_first=UNLIKE_OTHERS - 1, wait=0, warmup=1, active=steps, repeat=1)
-    with profile(schedule=plan, on_trace_ready=write) as profiler:
+    with profile(schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
         yield profiler.step
     if not told:
         say(f"log.profile: this launch made no more than {UNLIKE_OTHERS} steps, which are not profiled")

@@ -32,6 +32,8 @@ class Examination:
     asked: Sequence[Question]
     tasks: Sequence[Task]
     max_new_tokens: int
+    share: dict[str, int]
+    """Of the held-out rows, that of this process, as a rank and the number of shares."""
     as_result: Callable[[], AbstractContextManager[None]]
     """Within it the model has the weights that are its result; without averages they are those that are trained."""
 
@@ -56,6 +58,7 @@ class Examination:
                 self.held_out,
                 micro_batch_size=self.batches.micro_batch_size,
                 collate=self.collate,
+                share=self.share,
             )
         for task in self.tasks:
             found[task.figure] = task.score_now(self.accelerator, self.model, self.tokenizer, flat=self.batches.flat)

@@ -1,6 +1,6 @@
 """How a run begins: its processes, what it reads, the record of what was asked for, and its first lines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,19 +27,29 @@ from finetune.training.task_scores import Task
 
 
 def join(
-    cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, sizes: Sizes, offload_folder: Path
-) -> Accelerator:
-    """Join the other processes, and make the Accelerator of the run."""
-    return distributed.start(
+    cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, sizes: Sizes, collate: Callable[..., Any]
+) -> tuple[Accelerator, Callable[..., Any]]:
+    """Join the other processes, and make the Accelerator of the run, and what makes its micro-batches.
+
+    Args:
+        collate: makes those of whole rows.
+    """
+    accelerator = distributed.start(
         launch,
-        accumulation=cfg.train.global_batch_size // (sizes.micro_batch_size * launch.world_size),
+        accumulation=cfg.train.global_batch_size // (sizes.micro_batch_size * launch.data_processes),
         micro_batch_size=sizes.micro_batch_size,
         max_grad_norm=cfg.train.max_grad_norm,
         optimizer=cfg.train.optimizer,
         weights=cfg.train.weights,
         largest_parameter=lambda: spec.largest_parameter,
-        offload_folder=offload_folder,
+        offload_folder=offload_folder(cfg),
     )
+    return accelerator, distributed.shared(collate, launch)
+
+
+def offload_folder(cfg: sections.Run) -> Path:
+    """For what a strategy keeps on disk during the run."""
+    return Path(cfg.train.output_dir) / "nvme_offload"
 
 
 def fingerprints(
@@ -83,12 +93,13 @@ def new_record(
         read: fingerprints of what is read.
     """
     known = {"eval": dataset.figures([held_out])} if held_out else {}
+    together = {"processes_of_a_row": launch.context} if launch.context > 1 else {}
     if isinstance(batches, Batches):
         mixes = batches.mixes if isinstance(batches, Staged) else [batches]
         known = {"train": dataset.figures([mix.rows for mix in mixes])} | known
     return RunRecord(
         config=cfg.model_dump(),
-        strategy={"name": launch.name, "processes": launch.world_size, "precision": launch.mixed_precision},
+        strategy={"name": launch.name, "processes": launch.world_size, "precision": launch.mixed_precision} | together,
         data=read,
         chat_template=chat_template,
         steps=batches.steps,
@@ -128,13 +139,14 @@ def introduction(
         lines.append(f"the adapter's start is computed from the weights ({cfg.adapter.init})")
     lines += spec.new_tokens.describe()
     if cfg.train.averages:
-        lines.append(f"averaging weights with decay {cfg.train.ema_decay:g}: evaluated and saved are the averages")
+        decay = f"averaging weights with decay {cfg.train.ema_decay:g}"
+        lines.append(f"{decay}: the averages are what is evaluated and saved")
     lines += batches.describe()
     if not batches.flat:
         lines.append("micro-batches are padded to their longest row: model.attention, the model or the GPU needs it")
     if spec.fused:
-        kinds = " and ".join(f"{count} {kind}s" for kind, count in spec.fused.items())
-        lines.append(f"kernels: {kinds} in one operation each, computed by {kernels_of(launch)}")
+        kinds = ", ".join(f"{count} {kind}s" for kind, count in spec.fused.items())
+        lines.append(f"fused kernels ({kernels_of(launch)}): {kinds}")
     lines += plan_lines
     if held_out:
         lines.append(dataset.describe(held_out, "held-out"))

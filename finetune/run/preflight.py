@@ -15,7 +15,8 @@ import torch
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import adapter_file, sections
-from finetune.config.compatibility import averaging_problems
+from finetune.config.compatibility import averaging_problems, context_problems, heads_problems, spread_problems
+from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
     adapter_init_problems,
     batch_problems,
@@ -67,7 +68,13 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     refuse_if_any(
         distributed.problems(launch, bits=bits, **method)
         + averaging_problems(launch.name, averages=cfg.train.averages)
-        + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.world_size)
+        + context_problems(
+            launch.name,
+            embedding_noise=cfg.train.neftune_alpha > 0,
+            paired=isinstance(cfg, PairedRun),
+            attention=cfg.model.attention,
+        )
+        + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)
         + folder_problems(cfg)
@@ -84,10 +91,14 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     dtype = distributed.compute_dtype(launch, cfg.train.weights)
     template = cfg.data.chat_template
     packing = cfg.data.packing is True
-    spec = ModelSpec.read(cfg.model, cfg.quantization, packing=packing, dtype=dtype, chat_template=template)
+    rows = new_tokens.grown_rows_of(resumes_from.contents["run"]) if resumes_from else None
+    spec = ModelSpec.read(
+        cfg.model, cfg.quantization, packing=packing, dtype=dtype, chat_template=template, grown_rows=rows
+    )
     stored_bits = spec.stored_bits
     refuse_if_any(
         model_problems(spec, cfg.data, dtype)
+        + _context_problems(spec, launch, dtype)
         + new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
@@ -193,6 +204,15 @@ def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> 
             own_code=spec.section.trust_remote_code,
         )
     return found
+
+
+def _context_problems(spec: ModelSpec, launch: distributed.Strategy, dtype: torch.dtype) -> list[str]:
+    if launch.context == 1:
+        return []
+    capability, own_code = packing_support.own_capability(), spec.section.trust_remote_code
+    reasons = packing_support.why_not_spread(spec.config, dtype=dtype, capability=capability, own_code=own_code)
+    heads, key_heads = packing_support.heads_of(spec.config)
+    return spread_problems(reasons) or heads_problems(launch.name, launch.context, heads, key_heads)
 
 
 def weight_files(spec: ModelSpec, adapter: sections.Adapter) -> list[Path]:

@@ -44,6 +44,8 @@ def know_references(session: Session) -> None:
         [session.cfg.train.seed if model.random_weights else None, session.cfg.quantization.bits],
         [session.cfg.train.weights, session.launch.mixed_precision],
     ]
+    if session.spec.new_tokens:  # all rows of the vocabulary share the probability
+        key.append(session.spec.new_tokens.all_rows)
     if session.cfg.adapter.from_:  # what it begins with is part of the reference
         key.append([continued_adapter.identity(session.cfg.adapter), session.cfg.adapter.alpha])
     if session.cfg.adapter.init != "default":

@@ -35,7 +35,7 @@ from finetune.data.batches import Batch, Batches, Inputs, describe_batch
 from finetune.data.rows import Rows
 from finetune.data.sampler import micro_batches
 from finetune.data.streaming import Stream
-from finetune.errors import InputError, RunInterrupted, RunStopped, refuse_if_any
+from finetune.errors import RunInterrupted, RunStopped, refuse_if_any
 from finetune.models import loading, weights
 from finetune.models.flops import training_flops
 from finetune.models.spec import ModelSpec
@@ -43,7 +43,7 @@ from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.report import pages
-from finetune.run import improvement, model_setup, opening, result
+from finetune.run import agreement, improvement, model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
@@ -91,8 +91,8 @@ class Session:
         self.batches, self.held_out = batches, held_out
         self.examined = Inputs(held_out, flat=batches.flat, paired=batches.paired) if held_out else None
         self.objective = objective if isinstance(objective, Objective) else Objective(objective, figure_names=())
-        self.collate = partial(collate or data_batches.collate, flat=batches.flat)
-        self.folder, self.share = Path(cfg.train.output_dir), {"rank": launch.rank, "world_size": launch.world_size}
+        self.collate: Callable[..., Any] = partial(collate or data_batches.collate, flat=batches.flat)
+        self.folder, self.share = Path(cfg.train.output_dir), launch.data_share
         answered = held_out.choose(np.arange(0, len(held_out), 2)) if held_out and batches.paired else held_out
         known = tokenizer, loading.most_positions(spec.text_config)
         self.asked = evaluation.questions(cfg.eval.prompts, answered, *known, compared=cfg.eval.exact_match)
@@ -104,7 +104,7 @@ class Session:
         """Plan the run, take its folder, join the other processes, and agree with them on what is trained.
 
         Raises:
-            InputError: if the run cannot fit, its folder is taken, or the processes read different data.
+            InputError: if the run cannot fit, its folder is taken, or the processes differ in what they would do.
         """
         planned = plan_of(self.cfg, self.launch, self.spec, self.batches)
         files = weight_files(self.spec, self.cfg.adapter)
@@ -115,13 +115,13 @@ class Session:
             needs_base = self.cfg.adapter.type != "none" or self.objective.remembers_beginning
             read = self.cfg, self.tokenizer, self.batches, self.held_out
             fingerprints = opening.fingerprints(*read, self.tasks, needs_base=needs_base)
-            self.offload_folder = self.folder / "nvme_offload"
-            self.accelerator = opening.join(self.cfg, self.launch, self.spec, planned.sizes, self.offload_folder)
+            known = self.cfg, self.launch, self.spec
+            self.accelerator, self.collate = opening.join(*known, planned.sizes, self.collate)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps
             scores = {task.figure: task.label for task in self.tasks}
             self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every, scores=scores)
-            if any(other != fingerprints for other in gather_object([fingerprints])):
-                raise InputError("The processes read different data; make the data files the same on every machine.")
+            for line in agreement.agree(self.cfg, self.launch, fingerprints):
+                self.screen.say(line)
             refuse_if_any(gather_object(weights.not_finite(files, **self.share)))
             sizes = planned.sizes.agreed(gather_object([planned.sizes]))
             self.cfg = self.cfg.model_copy(update={"train": sizes.written_into(self.cfg.train)})
@@ -197,7 +197,7 @@ class Session:
         self.objective.figures()  # of the heaviest micro-batch
         self.examination = Examination(
             *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate, self.batches),
-            *(self.asked, self.tasks, self.cfg.eval.max_new_tokens),
+            *(self.asked, self.tasks, self.cfg.eval.max_new_tokens, self.share),
             as_result=partial(distributed.averaged_weights, self.launch, self.model, self.optimizer),
         )
         # what looks out for lost processes is closed first of all, and without an error waits for the others
@@ -261,7 +261,7 @@ class Session:
             self.logbook.complete(step, metrics)
         is_judged = improvement.is_judged(self.cfg.eval, self.progress)
         self.progress = replace(self.progress, metrics=[*self.progress.metrics[:-1], metrics])
-        if resumption.is_same_run and not is_judged and {self.cfg.eval.metric, *self.examination.names} <= set(metrics):
+        if resumption.is_compared and not is_judged and {self.cfg.eval.metric, *self.examination.names} <= set(metrics):
             self.progress = improvement.judged(self.cfg.eval, self.progress, metrics)
 
     def steps(self) -> Iterator[int]:
@@ -274,7 +274,7 @@ class Session:
                 return
             # of dropout, for example: other ones on each process
             torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.rank))
-            self.step = step
+            self.step, self.interruption.heartbeat.doing = step, f"step {step}"
             yield step
             step_is_over()
 
@@ -396,5 +396,5 @@ class Session:
         result.tell(self.screen, self.folder, self.record, self.plan, adapter_alone=adapter_alone)
         if self.cfg.log.report and self.accelerator.is_main_process:
             self.screen.say(pages.of_finished_run(self.folder))
-        distributed.finish(self.accelerator, self.launch, self.offload_folder)
+        distributed.finish(self.accelerator, self.launch, opening.offload_folder(self.cfg))
         return RunResult(self.folder)

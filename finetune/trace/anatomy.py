@@ -37,6 +37,8 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         period=period,
         positions=getattr(text, "max_position_embeddings", None),
         keeps_apart=not packing_support.problems(config, attention=PACKED, dtype=torch.bfloat16, capability=AMPERE),
+        heads=packing_support.heads_of(config),
+        not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
     )
 
 

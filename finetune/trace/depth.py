@@ -19,7 +19,7 @@ def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch) 
         config: of the shallow model.
         traced: rows and positions, of which ``prime_micro_batch`` says what they must be.
     """
-    shaped = replace(setting, micro_batch_size=traced.rows, row_tokens=traced.row_tokens)
+    shaped = replace(setting, micro_batch_size=traced.rows, row_tokens=traced.row_tokens * setting.context)
     ledger = stepped(config, shaped, counts_work=True, scored=traced.scored)
     text = config.get_text_config()
     account = Account(ledger, {shaped.tokens, traced.scored}, text.vocab_size)
@@ -33,6 +33,6 @@ def trace_depth(config: PreTrainedConfig, setting: Setting, traced: MicroBatch) 
         spans=spans_of(ledger, account, gpu, traced),
         on_host=held_at(host, update - 1, traced),
         kernels=ledger.calls.kernels(traced),
-        sent=ledger.calls.sent(),
+        sent=ledger.calls.sent(traced),
         most_scored=ledger.most_scored,
     )

@@ -17,11 +17,12 @@ from finetune.compat.fake_tensors import FakeStore, answer_replicas
 from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
 from finetune.compat.torch_private import without_modes
-from finetune.config.compatibility import refusal
+from finetune.config.compatibility import TOGETHER, refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError, refuse_if_any
+from finetune.models.context_attention import Bounds, ContextShare
 from finetune.shipped import shipped_files
 from finetune.trace import building
 from finetune.trace.anatomy import decoder_layers
@@ -94,7 +95,7 @@ def stepped(
 
 def problems(setting: Setting) -> list[str]:
     """Why a setting cannot be trained, as sentences."""
-    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size)
+    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size, setting.context)
     return [sentence for sentence in found if sentence]
 
 
@@ -105,6 +106,8 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{setting.strategy}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
+    if key := TOGETHER.get(setting.strategy):
+        os.environ[f"PARALLELISM_CONFIG_{key.upper()}"] = str(setting.context)
     is_distributed = setting.placement.framework != "plain"
     if is_distributed:
         place = {"RANK": rank, "WORLD_SIZE": setting.world_size}
@@ -154,6 +157,8 @@ def _trace(
         answer_replicas(model)
     model.train()
     micro_batch = next_tokens, inputs = _micro_batch(setting)
+    if setting.context > 1:
+        inputs["context_share"] = _context_share(setting, real=real)
     gc.collect()
     ledger.tell([next_tokens, *(each for each in inputs.values() if isinstance(each, torch.Tensor))], "activations")
     _tell_layers(ledger, model, config.get_text_config().num_hidden_layers)
@@ -229,12 +234,27 @@ def _tell_layers(ledger: Ledger, model: torch.nn.Module, layers: int) -> None:
 
 def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
     """Every row of the longest length; flat, each a document of the one row."""
-    if not setting.flat:
+    if not setting.flat and setting.context == 1:
         shape = (setting.micro_batch_size, setting.row_tokens)
         return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     with without_modes():  # the bounds of documents are read
-        bounds = document_bounds([setting.row_tokens] * setting.micro_batch_size, torch.device("cpu"))
+        bounds = document_bounds([setting.own_row_tokens] * setting.micro_batch_size, torch.device("cpu"))
     return torch.zeros(1, setting.tokens, dtype=torch.int64), {
         "input_ids": torch.zeros(1, setting.tokens, dtype=torch.int64),
         **bounds,
     }
+
+
+def _context_share(setting: Setting, *, real: bool) -> ContextShare:
+    """Of rows that each are one document. Real shares see half a chunk less than a whole row and a chunk: for which
+    here there is one more."""
+    size, rows = setting.context, setting.micro_batch_size
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, setting.world_size, size)]
+    group, how, here = groups[dist.get_rank() // size], distributed.HOW[setting.strategy], torch.device("cpu")
+    if real:
+        return ContextShare.of([setting.row_tokens] * rows, group, how, here)
+    with without_modes():
+        order = torch.zeros(setting.tokens * size, dtype=torch.int64)
+        keys = torch.zeros(setting.tokens * (size + 1), dtype=torch.int64)
+        bounds = Bounds.of([number * setting.row_tokens for number in range(rows + 1)], here)
+    return ContextShare(group, how, order[: setting.tokens], order, order, (keys,), bounds, bounds, bounds)

@@ -30,6 +30,10 @@ class Anatomy:
     """The longest row that the model is made for."""
     keeps_apart: bool = False
     """Whether its attention keeps the documents of a flat row apart, on GPUs that can."""
+    heads: tuple[int, int] = (1, 1)
+    """Of attention: of queries, and of keys and values."""
+    not_spread: tuple[str, ...] = ()
+    """Why positions of a row cannot be spread over processes, as clauses."""
 
     def depths(self, least: int) -> tuple[int, int]:
         """Two numbers of layers to trace; twice all where these are less work.

@@ -5,7 +5,6 @@ stands in ``finetune.compat``, one module for each library.
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -121,13 +120,22 @@ def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.Abstract
 
 
 def _in_one_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int], *others: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: list[int],
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float,
+    key_bounds: list[int] | None = None,
 ) -> torch.Tensor:
     """For our own attention of rows that lie end to end, which takes a GPU's way when it sees a GPU: take it here too.
     What it computes with has a fake for every device."""
     from finetune.models.attention import _varlen
+    from finetune.models.context_attention import longest
 
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
     with without_modes():
-        real_bounds = torch.tensor(bounds, dtype=torch.int32)
-    return _varlen(query, key, value, real_bounds, longest, *others)
+        of_queries, of_keys = (
+            (torch.tensor(each, dtype=torch.int32), longest(each)) for each in (bounds, key_bounds or bounds)
+        )
+    return _varlen(query, key, value, *of_queries, scaling, sliding_window, dropout, of_keys)

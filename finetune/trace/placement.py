@@ -7,6 +7,8 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
+from finetune.config.compatibility import TOGETHER
+
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
 Place = Literal["gpu", "host", "disk"]
@@ -61,6 +63,7 @@ def placement_of(strategy: str, world_size: int) -> Placement:
         "zero3": Placement(n, n, n, 1, "zero", 3),
         "zero3_offload": Placement(n, n, n, 1, "zero", 3, weights_on="host", optimizer_on="host"),
         "zero3_nvme": Placement(n, n, n, 1, "zero", 3, weights_on="disk", optimizer_on="disk"),
+        **dict.fromkeys(TOGETHER, Placement(n, n, n, 1, "fully_shard")),
     }[strategy]
 
 
@@ -73,8 +76,14 @@ def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
-def world_sizes_problem(strategy: str, world_size: int) -> str | None:
-    """Why a strategy cannot run on so many GPUs, as a sentence; None if it can."""
+def world_sizes_problem(strategy: str, world_size: int, context: int = 1) -> str | None:
+    """Why a strategy cannot run on so many GPUs, as a sentence; None if it can.
+
+    Args:
+        context: GPUs that compute each row together.
+    """
+    if strategy in TOGETHER and (context == 1 or world_size % context):
+        return f"{strategy} has each row computed by {max(2, context)} GPUs; take a multiple of them."
     if strategy == "single" and world_size > 1:
         return "single is for one GPU; take ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):

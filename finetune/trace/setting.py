@@ -1,5 +1,6 @@
 """One way to train, as the planner sees it: everything that decides memory and time, but for model and hardware."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ class Setting:
     """What preference tuning compares with, as ``dpo.reference``; none without a reference."""
     mismatches: bool = False
     """Whether each step also reads prompts with the answers of others (kto)."""
+    context: int = 1
+    """GPUs that compute each row together."""
 
     @classmethod
     def of(
@@ -134,6 +137,11 @@ class Setting:
         return placement_of(self.strategy, self.world_size)
 
     @property
+    def launched(self) -> str:
+        """Its strategy, with the GPUs of each row."""
+        return f"{self.strategy} {self.context}" if self.context > 1 else self.strategy
+
+    @property
     def cell(self) -> Cell:
         return Cell(self.strategy, self.bits, self.adapter, self.optimizer)
 
@@ -174,18 +182,29 @@ class Setting:
         return f"activations {'recomputed' if self.activation_checkpointing else 'kept'}"
 
     @property
+    def data_processes(self) -> int:
+        """GPUs, or groups of them, that compute different rows."""
+        return self.world_size // self.context
+
+    @property
+    def own_row_tokens(self) -> int:
+        """Positions of a row that one GPU computes."""
+        return math.ceil(self.row_tokens / self.context)
+
+    @property
     def tokens(self) -> int:
-        """Positions of a micro-batch."""
-        return self.micro_batch_size * self.row_tokens
+        """Positions of a micro-batch that one GPU computes."""
+        return self.micro_batch_size * self.own_row_tokens
 
 
 def setting_of(fields: Mapping[str, Any]) -> Setting:
     """The setting of a record that was JSON, in which tuples are lists."""
-    return Setting(**{name: _frozen(value) for name, value in fields.items()})
+    return Setting(**{name: frozen(value) for name, value in fields.items()})
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    """With tuples for lists."""
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def _reference_of(cfg: PairedRun) -> str:

@@ -26,7 +26,7 @@ from finetune.trace.layers import Anatomy
 from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
-from finetune.trace.setting import Setting
+from finetune.trace.setting import Setting, frozen
 from finetune.trace.shallow import Depth, Step, depth_of
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
@@ -128,15 +128,17 @@ class Tracer:
                 raise InputError(answer["problems"])
             _write(file, answer)
         fields = answer["anatomy"]
-        return Anatomy(**fields | {"dimensions": tuple(fields["dimensions"])}), answer["model"]
+        return Anatomy(**{name: frozen(value) for name, value in fields.items()}), answer["model"]
 
     def micro_batch(self, setting: Setting) -> MicroBatch:
         """That is traced: of primes that divide no dimension of the model, of its adapter, or of their shards."""
         positions = self.anatomy.positions
         longest = self.row_tokens if positions is None else min(self.row_tokens, positions)
+        longest = max(2, longest // setting.context)
         shards = setting.placement.weight_shards
         whole = {*self.anatomy.dimensions, setting.rank, *dict(setting.ranks).values()}
-        return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole})
+        others = {setting.context, setting.context + 1}
+        return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole} | others)
 
     def step(self, setting: Setting) -> Step:
         """The step of a setting.

@@ -60,13 +60,14 @@ class Calls:
             )
         return tuple(found)
 
-    def sent(self) -> tuple[Sent, ...]:
-        """What was sent to other processes: weights and gradients, whatever the micro-batch."""
+    def sent(self, traced: MicroBatch) -> tuple[Sent, ...]:
+        """What was sent to other processes: weights and gradients, whatever the micro-batch; and what positions of a
+        row need of one another."""
         found = []
         for (phase, _, name, inputs, outputs, told), calls in self.counted.items():
             if name.startswith(TRANSFERS):
                 largest = max((*inputs, *outputs), key=_bytes, default=((0,), 1, True))
-                found.append(Sent(phase, name, told[0], {CONSTANT: float(_bytes(largest))}, float(calls)))
+                found.append(Sent(phase, name, told[0], _bytes_of(largest, traced, phase), float(calls)))
         return tuple(found)
 
 
@@ -91,6 +92,8 @@ def _told(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
         return (any(each is True for each in args),)  # is_causal is its only flag that is ever set in training
     if name.startswith(TRANSFERS):
         return (process_group_size(args),)
+    if name.startswith("torch_attn::"):
+        return (max(each for each in args if type(each) is int),)  # tokens of the longest document
     return ()
 
 
@@ -115,10 +118,8 @@ def _attention_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) 
 
 
 def _varlen(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:
-    """Query of (positions, heads, width), and where each of the documents begins, which are equally long."""
-    query = inputs[0][0]
-    documents = next(shape[0] for shape, _, is_float in inputs if not is_float) - 1
-    return 2.0 * math.prod(query) * query[0] / documents
+    """Query of (positions, heads, width), of documents that are equally long, of which each sees half on average."""
+    return 2.0 * math.prod(inputs[0][0]) * told[0]
 
 
 def _varlen_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> float:

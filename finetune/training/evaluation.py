@@ -55,20 +55,20 @@ def evaluate(
     *,
     micro_batch_size: int,
     collate: Callable,
+    share: dict[str, int],
 ) -> dict[str, float]:
-    """The mean loss over the held-out rows, in nats, as ``eval_loss``; and ``eval_...`` for each figure of the loss."""
+    """The mean loss over the held-out rows, in nats, as ``eval_loss``; and ``eval_...`` for each figure of the loss.
+
+    Args:
+        share: of the rows, that of this process, as ``rank`` and ``world_size``.
+    """
     model.eval()
     objective.figures()  # of what was before
-    at_once = micro_batch_size * accelerator.num_processes
+    at_once = micro_batch_size * share["world_size"]
     order = [*range(len(held_out)), *[EMPTY] * (-len(held_out) % at_once)]
     order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=held_out.flat)
     total = torch.zeros((), device=accelerator.device)
-    for places in micro_batches(
-        order,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        micro_batch_size=micro_batch_size,
-    ):
+    for places in micro_batches(order, micro_batch_size=micro_batch_size, **share):
         total += objective.loss_sum(model, collate(list(map(held_out.documents, places)), accelerator.device))
     model.train()
     figures = objective.figures()

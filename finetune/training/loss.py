@@ -11,7 +11,7 @@ does to its scores beside the product (a bias, Gemma's cap, Granite's and Cohere
 
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from finetune.data.batches import IGNORED
 from finetune.errors import InputError
+from finetune.models import token_rows
 from finetune.units import MIB, largest_part
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -232,6 +233,8 @@ class _Seen:
 def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any) -> torch.Tensor:
     bases = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
     known, head = model.get_output_embeddings(), head_of(model)
+    rows_apart = token_rows.opened(head)
+    held, plain = rows_apart or ([head], head.forward)
     outputs, scored = list[Any](), list[int]()
 
     def running(base: Any) -> Call:
@@ -252,10 +255,12 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
             "which training needs; use another model."
         )
     hidden_ND = outputs[0].last_hidden_state.flatten(0, 1).index_select(0, wanted.positions_N)
-    kind, plain = type(outputs.pop()), head.forward  # else all hidden states would be kept to the end
+    kind = type(outputs.pop())  # else all hidden states would be kept to the end
 
     # by modules in it, each of which ZeRO-3 gathers by itself
-    is_adapted = any(each.requires_grad for child in head.children() for each in child.parameters())
+    is_adapted = rows_apart is None and any(
+        each.requires_grad for child in head.children() for each in child.parameters()
+    )
 
     def losses_of(hidden_ND: torch.Tensor, part: slice) -> torch.Tensor:
         given = kind(last_hidden_state=hidden_ND[None])
@@ -263,7 +268,8 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
         return wanted.losses_of(own(seen, *args, **inputs).logits, wanted.targets_N[part][None])
 
     def summed(hidden_ND: torch.Tensor) -> torch.Tensor:
-        trained = [each for each in head.parameters() if each.requires_grad and torch.is_grad_enabled()]
+        weights = dict.fromkeys(each for module in held for each in module.parameters())
+        trained = [each for each in weights if each.requires_grad and torch.is_grad_enabled()]
         every = Parts(len(hidden_ND), positions_at_once(model.config.get_text_config().vocab_size, trained))
         has_gradients = torch.is_grad_enabled() and (bool(trained) or hidden_ND.requires_grad)
         sum_of: SumOf = losses_of
@@ -279,7 +285,7 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
             found = torch.stack([of_part(hidden_ND[part], part) for part in every]).sum()
         return found if wanted.of_all is None else total + scale * (found - found.detach())
 
-    return _within(head, summed, hidden_ND)
+    return _within(held, summed, hidden_ND)
 
 
 def _counted(
@@ -303,13 +309,16 @@ def _weighted(losses_of: SumOf, weights_N: torch.Tensor, hidden_ND: torch.Tensor
     return (losses_of(hidden_ND, part) * weights_N[part]).sum()
 
 
-def _within(module: torch.nn.Module, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """What a function returns, called as the module's forward is: within what strategies do around it. ZeRO-3 gathers
-    a module's weights there."""
+def _within(modules: Sequence[torch.nn.Module], function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """What a function returns, called as the modules' forwards are, one in the other: within what strategies do around
+    them. ZeRO-3 gathers a module's weights there."""
+    if not modules:
+        return function(*args)
+    module, *others = modules
     own = vars(module).get("forward")
-    module.forward = function
+    module.forward = partial(_within, others, function)
     try:
-        found: torch.Tensor = module(*args)
+        found: torch.Tensor = torch.nn.Module.__call__(module, *args)  # a ParameterDict refuses its own
         return found
     finally:
         del module.forward

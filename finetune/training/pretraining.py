@@ -1,11 +1,11 @@
 """What is learnt from a corpus, and what of held-out texts is told: nats a token and bits a byte, of each source."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -67,6 +67,17 @@ class CorpusBatch:
     """Number of the source that a position is of, of the shape of ``next_tokens``; 0 where it is not known."""
     bytes_S: torch.Tensor
     """Bytes of the trained tokens of each source."""
+
+    def shared(self, take: Callable[..., torch.Tensor], next_tokens: torch.Tensor, inputs: dict[str, Any]) -> Self:
+        """What one of the processes that compute these texts together has of them (see ``distributed.context``)."""
+        counts = inputs["context_share"].is_first
+        return replace(
+            self,
+            next_tokens=next_tokens,
+            inputs=inputs,
+            origin_BT=take(self.origin_BT),
+            bytes_S=(self.bytes_S if counts else torch.zeros_like(self.bytes_S)).to(next_tokens.device),
+        )
 
 
 def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool, sources: int) -> CorpusBatch:

@@ -30,15 +30,13 @@ from finetune.cli.links.bus_bandwidth import (
     with_slow_links,
 )
 from finetune.cli.links.links_file import LinksFile, Machine
+from finetune.compat.torch_private import all_gather_single, reduce_scatter_single
 from finetune.errors import RunStopped, first_line
 from finetune.units import MIB
 
 SIZES = {"cuda": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB, 256 * MIB), "cpu": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB)}
 """Bytes of an operation."""
 LONGEST_WAIT = timedelta(seconds=120)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Their names from PyTorch 2.13 on."""
 PRODUCT = {"cuda": 8192, "cpu": 512}
 """Rows and columns of the matrices that each process multiplies, to see whether one is slow."""
 
@@ -124,8 +122,8 @@ class _Measurement:
             part = torch.ones(elements // members, device=self.device)
             for operation, run in (
                 (ALL_REDUCE, partial(dist.all_reduce, whole, group=group)),
-                (ALL_GATHER, partial(_all_gather, whole, part, group=group)),
-                (REDUCE_SCATTER, partial(_reduce_scatter, part, whole, group=group)),
+                (ALL_GATHER, partial(all_gather_single, whole, part, group=group)),
+                (REDUCE_SCATTER, partial(reduce_scatter_single, part, whole, group=group)),
             ):
                 timings.append(Timing(scope, operation, 4 * elements, self._slowest(self._timed(run)), members))
             timings.append(self._exchanges(scope, ranks, group, whole))

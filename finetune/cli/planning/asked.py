@@ -27,6 +27,7 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.hardware.cards import MOST_GPUS_OF_A_MACHINE, Machines, caveat, parse_gpus, precision_problem
 from finetune.models import weight_files
 from finetune.models.model_config import read_config
+from finetune.planner.candidates import contexts
 from finetune.planner.model import Model
 from finetune.planner.question import METHODS, Question
 from finetune.trace.setting import Method, Setting
@@ -282,4 +283,10 @@ def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
             f"at most {row_tokens}."
         )
     micro_batch_size = read.micro_batch_size or 1
-    return found + batch_problems(batch, micro_batch_size, read.machines.world_size)
+    return found + batch_problems(batch, micro_batch_size, _data_processes(read.machines, options))
+
+
+def _data_processes(machines: Machines, options: Options) -> int:
+    """GPUs that compute different rows, at least: where several compute each together, as many as there may be."""
+    named = strategy_named(options.strategy) if options.strategy else ""
+    return machines.world_size // max(contexts(named, machines))

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable
 
+from finetune.config.compatibility import TOGETHER
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question
@@ -33,6 +34,8 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
         ["--config_file", f"accelerate_configs/{setting.strategy}.yaml"],
         ["--num_processes", str(setting.world_size)],
     ]
+    if key := TOGETHER.get(setting.strategy):
+        flags.append([f"--parallelism_config_{key}", str(setting.context)])
     if machines.nodes > 1:
         flags += [
             ["--num_machines", str(machines.nodes)],

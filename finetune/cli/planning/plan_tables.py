@@ -118,7 +118,7 @@ def _table(plan: Plan, rows: Sequence[Row], columns: Sequence[tuple[str, Callabl
     table.add_column("")
     for row in rows:
         method = row.setting.method.text + ("*" if reduction(row.setting, plan.question.base) else "")
-        cells = [">" if row is plan.best else "", row.setting.strategy, method, *(cell(row) for _, cell in columns)]
+        cells = [">" if row is plan.best else "", row.setting.launched, method, *(cell(row) for _, cell in columns)]
         style = "bold" if row is plan.best else ""
         table.add_row(*(Text(cell, style) for cell in cells), Text(WORDS[row.verdict], STYLES[row.verdict]))
     return table
