@@ -27,6 +27,7 @@ from finetune.cli.links.bus_bandwidth import (
     Timing,
     link_of,
     rounds_of,
+    seconds_of,
     with_slow_computation,
     with_slow_links,
 )
@@ -218,6 +219,12 @@ def test_a_measurement_that_fails_says_why(error: Exception, said: str, monkeypa
 def environment() -> dict[str, str]:
     launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in launch} | {"OMP_NUM_THREADS": "1"}
+
+
+def test_the_time_of_a_size_is_that_of_the_slowest_operation_at_the_last_size():
+    known = [(ALL_REDUCE, 2**10, 9.0), (ALL_REDUCE, 2**20, 0.5), (EXCHANGE, 2**20, 0.25)]
+    timings = [Timing(BETWEEN, operation, size, seconds, 2) for operation, size, seconds in known]
+    assert seconds_of(2**24, timings) == 8.0
 
 
 @pytest.mark.slow

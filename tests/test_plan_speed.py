@@ -23,7 +23,7 @@ from finetune.planner.speed import PHASES, StepTime, step_time
 from finetune.trace.dry_run import stepped
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import Kernel, Step
+from finetune.trace.shallow import Depth, Kernel, Step
 from finetune.trace.tracer import key_setting
 
 SMALL: dict[str, Any] = {
@@ -178,6 +178,27 @@ def test_replicas_reduce_their_shards_only(step: Any):
     sent = sent_elements(step(setting), setting)
     assert sent["all-reduce in the backward pass"] == pytest.approx(PARAMETERS / 8, rel=1e-4)
     assert sent["reduce-scatter in the backward pass"] == pytest.approx(PARAMETERS * 7 / 8, rel=1e-4)
+
+
+def test_two_replicas_of_two_shards_gather_weights_inside_a_machine_and_reduce_between_machines(step: Any):
+    """As many share weights as reduce gradients: the sizes of their groups do not tell them apart."""
+    traced = step(STRATEGIES[-1])
+
+    def in_pairs(depth: Depth) -> Depth:
+        return replace(depth, sent=[replace(each, members=2) for each in depth.sent if each.members < 16])
+
+    of_four = replace(traced, low=in_pairs(traced.low), high=in_pairs(traced.high))
+    machines = parse_gpus("2x2xH100")
+    network = replace(machines.gpu.network, gb_per_second=machines.gpu.network.gb_per_second / 100)
+    slow = replace(machines, gpu=replace(machines.gpu, network=network))
+    usual, over_slow = (
+        {each.what: each.seconds for each in transfers(of_four, Setting("hsdp", 4), known, rates_of(known.gpu))}
+        for known in (machines, slow)
+    )
+    reduced = {"all-reduce in the backward pass"}
+    assert {name for name in usual if over_slow[name] > 10 * usual[name]} == reduced
+    inside = {name for name in usual if over_slow[name] == usual[name]}
+    assert inside >= {f"{name} in the backward pass" for name in ("all-gather", "reduce-scatter")}
 
 
 def test_one_gpu_sends_nothing(step: Any):

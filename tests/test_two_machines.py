@@ -1,8 +1,10 @@
 """Runs on two machines, with a network of their own between them: see ``machines``."""
 
+import json
 import re
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import tiny
 from machines import Machine
 from scenarios import read_metrics
 
+from finetune.cli import commands
+from finetune.cli.links.links_file import read_links
 from recipes import sft
 
 WITHOUT = machines.problem()
@@ -25,6 +29,7 @@ heartbeat.BEAT_SECONDS, heartbeat.SILENCE_SECONDS, heartbeat.GRACE_SECONDS = 0.5
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 """The recipe, which takes another machine for lost after seconds instead of minutes."""
+LINKS = ["-m", "finetune.cli", "links", "--seconds", "0.2", "--output"]
 STEPS = 12
 
 
@@ -61,6 +66,13 @@ def wait_for_step(step: int, output: Path, seconds: float = 120) -> None:
     while steps_of(output) < step:
         assert time.monotonic() < deadline, f"no step {step} in {seconds:.0f} s"
         time.sleep(0.05)
+
+
+def torchrun(machine: Machine, processes: int) -> list[str]:
+    """Starts so many processes on a machine, of two."""
+    first = ["--master_addr", "10.77.0.1", "--master_port", str(machines.PORT)]
+    number = ["--nnodes", "2", "--node_rank", str(machine.number), "--nproc_per_node", str(processes)]
+    return [sys.executable, "-m", "torch.distributed.run", *number, *first]
 
 
 def said(folder: Path, machine: Machine) -> str:
@@ -138,9 +150,13 @@ def test_process_that_stops_answering_is_named_by_the_other_machine_which_ends(
 
 @pytest.mark.prove
 def test_over_a_slow_cable_hsdp_takes_less_time_a_step_than_fsdp2(
-    two: tuple[Machine, Machine], recipe: Path, conversations: Path, tmp_path: Path
+    two: tuple[Machine, Machine],
+    recipe: Path,
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    """So it is planned with the measured speed of such a cable: see ``test_links``."""
+    """And so it is planned with what ``finetune links`` measures there."""
     model = tiny.build_model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256)
     seconds = {}
     for machine in two:
@@ -155,3 +171,19 @@ def test_over_a_slow_cable_hsdp_takes_less_time_a_step_than_fsdp2(
             machines.end(started)
         seconds[strategy] = statistics.median(metrics["step_seconds"] for metrics in read_metrics(output))
     assert seconds["hsdp"] < 0.8 * seconds["fsdp2"]
+
+    links = tmp_path / "links.json"
+    began = time.monotonic()
+    started = [machine.start([*torchrun(machine, 2), *LINKS, str(links)], tmp_path / machine.host) for machine in two]
+    try:
+        assert [process.wait(timeout=240) for process in started] == [0, 0], (tmp_path / two[0].host).read_text()
+    finally:
+        machines.end(started)
+    assert time.monotonic() - began < 90
+    between = read_links(links).between
+    assert between is not None
+    assert between.gb_per_second == pytest.approx(20e6 / 8 / 1e9, rel=0.2)
+    options = ["--model", str(model), "--method", "full", "--gpus", "2x2xH100", "--links", str(links), "--json"]
+    assert commands.main(["plan", *options]) == 0
+    planned = {row["strategy"]: row["tokens_per_second"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert planned["hsdp"] > 1.2 * planned["fsdp2"]

@@ -75,7 +75,9 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
     repeats = placement.communicates_each_micro_batch and when != "step"
     times = setting.accumulation / traced if repeats else 1.0
     times *= setting.forward_passes if when == "forward" else 1
-    stride = placement.weight_shards if members == placement.replicas != setting.world_size else 1
+    # Only the replicas of shards reduce so; as many neighbours may gather weights
+    is_of_replicas = what == "all-reduce" and members == placement.replicas != setting.world_size
+    stride = placement.weight_shards if is_of_replicas else 1
     gb_per_second, latency = _route(machines, members, stride)
     calls = sent.calls * times
     size = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens).value(sent.bytes)

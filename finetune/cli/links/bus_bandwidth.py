@@ -70,6 +70,12 @@ def link_of(timings: Sequence[Timing], scope: str, *, side_by_side: int) -> Meas
     return MeasuredLink(side_by_side * large.bus_gb_per_second, small.seconds / (2 * (small.members - 1)) * 1e6)
 
 
+def seconds_of(size: int, timings: Sequence[Timing]) -> float:
+    """What the slowest operation will take with so many bytes, at the speed that it had with the most bytes so far."""
+    most = max(each.bytes for each in timings)
+    return max(each.seconds for each in timings if each.bytes == most) * size / most
+
+
 def rounds_of(members: int) -> Iterator[list[tuple[int, int]]]:
     """Neighbours of a ring that exchange at the same time: each process with at most one other in a round.
 

@@ -26,6 +26,7 @@ from finetune.cli.links.bus_bandwidth import (
     REDUCE_SCATTER,
     Timing,
     rounds_of,
+    seconds_of,
     with_slow_computation,
     with_slow_links,
 )
@@ -37,6 +38,8 @@ from finetune.units import MIB
 SIZES = {"cuda": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB, 256 * MIB), "cpu": (4 * 2**10, 64 * 2**10, MIB, 16 * MIB)}
 """Bytes of an operation."""
 LONGEST_WAIT = timedelta(seconds=120)
+LONGEST_CALL_SECONDS = 2.0
+"""More than 1 MiB is not sent where it would take longer: a link so slow gives its full speed with less."""
 PRODUCT = {"cuda": 8192, "cpu": 512}
 """Rows and columns of the matrices that each process multiplies, to see whether one is slow."""
 
@@ -115,8 +118,10 @@ class _Measurement:
         made = [dist.new_group(list(ranks), timeout=LONGEST_WAIT) for ranks in groups]
         own = next(number for number, ranks in enumerate(groups) if self.rank in ranks)
         group, ranks = made[own], list(groups[own])
-        timings = []
+        timings: list[Timing] = []
         for size in SIZES[self.device.type]:
+            if size > MIB and seconds_of(size, timings) > LONGEST_CALL_SECONDS:
+                break
             elements = math.ceil(size / 4 / members) * members
             whole = torch.ones(elements, device=self.device)
             part = torch.ones(elements // members, device=self.device)
