@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from finetune.optim import eight_bit
 from finetune.optim.optimizer import EIGHT_BIT, build_optimizer
 
 ROWS, COLUMNS = 8, 256
@@ -16,6 +19,19 @@ class Block(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(COLUMNS, ROWS)
         self.norm = torch.nn.RMSNorm(COLUMNS)
+
+
+class LargestOf32Bits(TorchDispatchMode):
+    """Sees results of 4 bytes an element, which nothing that is kept has but scales of blocks."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.element_size() == 4:
+                self.elements = max(self.elements, tensor.numel())
+        return result
 
 
 def optimizer_of(model: torch.nn.Module, name: str, **changes: Any) -> Any:
@@ -96,6 +112,35 @@ def test_two_shards_take_the_steps_of_the_whole_to_the_bit(name: str):
         together.step()
         apart.step()
     assert torch.equal(whole.weight, torch.cat([shard.weight for shard in shards]))
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_chunks_of_bf16_weights_take_the_steps_of_the_whole_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    weights, states = [], []
+    for elements in (2**24, 512):
+        monkeypatch.setattr(eight_bit, "CHUNK_ELEMENTS", elements)
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(100, 13, dtype=torch.bfloat16)  # five blocks and a part of one, in three chunks
+        optimizer = optimizer_of(layer, name, weights="bf16")
+        train(layer, optimizer)
+        weights.append(layer.weight)
+        states.append(optimizer.state_of(layer.weight))
+    assert torch.equal(*weights)
+    assert states[0]["step"] == states[1]["step"] == 8
+    assert states[0]["absmax1"].all()
+    for key in ("state1", "absmax1"):
+        assert torch.equal(states[0][key], states[1][key])
+
+
+def test_a_step_of_bf16_weights_takes_memory_for_a_chunk_and_not_for_a_matrix(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eight_bit, "CHUNK_ELEMENTS", 2**16)
+    layer = torch.nn.Linear(2**10, 2**12, bias=False, dtype=torch.bfloat16)
+    optimizer = optimizer_of(layer, "adamw_8bit", weights="bf16")
+    train(layer, optimizer, steps=1)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    with LargestOf32Bits() as seen:
+        optimizer.step()
+    assert seen.elements == 2**16
 
 
 def test_parameters_without_a_gradient_are_left_alone():

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from bitsandbytes.optim import AdamW8bit, Lion8bit
 
-from finetune.optim.rounding import local_shard, round_stochastically, rounding_noise
+from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, round_stochastically, rounding_noise
+
+BLOCK_ELEMENTS = 256
+"""With a scale of their own; chunks of bf16 weights are whole blocks."""
 
 
 def build_eight_bit_optimizer(
@@ -91,17 +94,32 @@ class OnShards:
         return config | {"optim_bits": group["state_bits"]}
 
     def update_step(self, group: dict[str, Any], p: torch.nn.Parameter, gindex: int, pindex: int) -> None:
-        """Update one tensor in fp32 arithmetic."""
+        """Update one tensor in fp32 arithmetic: bf16 weights in chunks, so that a large one needs little memory."""
         if p.dtype != torch.bfloat16:
             super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
             return
         assert p.grad is not None
-        exact = torch.nn.Parameter(p.detach().float())
-        exact.grad = p.grad.float()
-        self.state[exact] = self.state[p]
-        super().update_step(group, exact, gindex, pindex)  # type: ignore[misc]
-        del self.state[exact]
-        p.data.copy_(round_stochastically(exact.data, self.random))
+        weights, gradients, state = p.data.view(-1), p.grad.reshape(-1), self.state[p]
+        for begin in range(0, len(weights), CHUNK_ELEMENTS):
+            chunk = slice(begin, begin + CHUNK_ELEMENTS)
+            exact = torch.nn.Parameter(weights[chunk].float())
+            exact.grad = gradients[chunk].float()
+            self.state[exact] = _state_of_chunk(state, chunk)
+            super().update_step(group, exact, gindex, pindex)  # type: ignore[misc]
+            del self.state[exact]
+            weights[chunk] = round_stochastically(exact.data, self.random)
+        state["step"] += 1
+
+
+def _state_of_chunk(state: dict[str, Any], chunk: slice) -> dict[str, Any]:
+    """That of some elements of a tensor, which begin with a block; it shares memory with the state of the whole."""
+    found = dict(state)
+    blocks = slice(chunk.start // BLOCK_ELEMENTS, chunk.stop // BLOCK_ELEMENTS)
+    for key in ("state1", "state2", "absmax1", "absmax2"):
+        if key in state:
+            found[key] = state[key].view(-1)[blocks if key.startswith("absmax") else chunk]
+            vars(found[key]).update(vars(state[key]))  # by which bitsandbytes knows paged tensors
+    return found
 
 
 class _AdamW(OnShards, AdamW8bit):  # type: ignore[misc]

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from finetune.optim.rate_scales import scales_of
-from finetune.optim.rounding import local_shard, round_stochastically, rounding_noise
+from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, round_stochastically, rounding_noise
 
 BETAS, LION_BETAS, EPSILON = (0.9, 0.999), (0.9, 0.99), 1e-8
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 """Optimizers whose state is kept in 8 bits, by bitsandbytes."""
-CHUNK_ELEMENTS = 2**24
-"""Elements of bf16 weights that are updated at a time: the update takes 34 bytes of each for a moment."""
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
 """Elements of state for each trained weight; that of the other optimizers is negligible."""
 

@@ -5,6 +5,9 @@ from torch.distributed.tensor import DTensor
 
 from finetune.seeds import seed_of
 
+CHUNK_ELEMENTS = 2**24
+"""Elements of bf16 weights that are updated at a time: the update takes up to 34 bytes of each for a moment."""
+
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor that this process holds; it shares memory with the tensor."""
