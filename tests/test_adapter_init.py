@@ -465,6 +465,10 @@ def test_start_that_cannot_be_is_refused(
         ({"adapter__rank": 65}, r"v_proj has only 64; set adapter.rank_pattern to \{k_proj: 64, v_proj: 64\}"),
         ({"adapter__targets": ["lm_head"]}, "another layer uses the weight of lm_head too"),
         ({"quantization__bits": 4}, "set adapter.init to loftq"),
+        (
+            {"quantization__bits": 4, "adapter__init": "loftq", "adapter__targets": ["lm_head"]},
+            "all of adapter.targets keep 16 bits; add layers that are quantised",
+        ),
     ],
 )
 def test_run_is_refused_before_anything_is_loaded(

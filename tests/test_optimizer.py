@@ -1,11 +1,18 @@
 """Optimizers: which parameters decay, and AdamW without master weights."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers.trainer_pt_utils import get_parameter_names
 
-from finetune.optim import optimizer as optimizers
-from finetune.optim.optimizer import StochasticRoundingAdamW, build_optimizer, round_stochastically, state_of
+from finetune.optim import rounded_adamw
+from finetune.optim.optimizer import build_optimizer, state_of
+from finetune.optim.rounded_adamw import StochasticRoundingAdamW
+from finetune.optim.rounding import round_stochastically
 
 
 def build(model, **changes):
@@ -139,7 +146,7 @@ def test_small_updates_of_bf16_weights_survive_where_rounding_to_nearest_loses_t
 def test_every_chunk_of_a_bf16_weight_is_updated_as_fp32_would_be_but_for_rounding(
     is_transposed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(rounded_adamw, "CHUNK_ELEMENTS", 100)
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 7, bias=False, dtype=torch.bfloat16)
     if is_transposed:
@@ -154,3 +161,23 @@ def test_every_chunk_of_a_bf16_weight_is_updated_as_fp32_would_be_but_for_roundi
         ours.step()
         exact.step()
     assert torch.allclose(layer.weight.float(), reference, rtol=2**-5, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),  # in Triton's interpreter
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.skipif(not rounded_adamw.has_kernel(), reason="needs Triton: pip install triton")
+def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding(device: str):
+    """In a process of its own: the interpreter has to be chosen before anything imports Triton."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    script = Path(__file__).parent / "interpreted_adamw.py"
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
+    command = [sys.executable, str(script), device]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "as AdamW"

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from tracing import begun, traced_step
+from transformers import AutoModelForCausalLM
 
 from finetune.hardware.cards import known_gpus, parse_gpus
 from finetune.hardware.rates import rates_of
@@ -118,6 +119,18 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it():
     for phase, times in (("forward", 1), ("backward", 2)):
         flops = sum(each.calls * TRACED.value(each.flops) for each in experts if each.phase == phase)
         assert flops == times * of_token * TRACED.rows * TRACED.row_tokens
+
+
+def test_a_step_of_bf16_weights_reads_and_writes_each_of_them_and_its_moments_once():
+    setting = Setting(weights="bf16", precision="no", micro_batch_size=TRACED.rows, row_tokens=TRACED.row_tokens)
+    ledger = stepped(config_from(SMALL), setting, real=True, counts_work=True)
+    assert ledger.calls is not None
+    updates = [each for each in ledger.calls.kernels(TRACED) if each.name == "finetune::adamw_rounded"]
+    assert {each.phase for each in updates} == {"step"}
+    model = AutoModelForCausalLM.from_config(config_from(SMALL))
+    assert sum(each.calls for each in updates) == len(list(model.parameters()))
+    moved = sum(each.calls * TRACED.value(each.bytes) for each in updates)
+    assert moved == 2 * 7 * sum(each.numel() for each in model.parameters())
 
 
 def products(step: Step, *passes: str) -> float:

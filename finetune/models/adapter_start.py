@@ -51,6 +51,11 @@ def problems(skeleton: PreTrainedModel, section: sections.Adapter, files: Sequen
     layers = _started(skeleton, section)
     if small := _too_small(layers, section):
         return small
+    if section.init == "loftq" and not layers:
+        return [
+            "adapter.init loftq starts with what 4 bits lose of a weight, but all of adapter.targets keep 16 bits; add "
+            "layers that are quantised, or set adapter.init to default."
+        ]
     if section.init == "loftq":
         return _not_in(files, [f"{name}.weight" for name in layers]) if files else []
     named = [id(each) for _, each in skeleton.named_parameters(remove_duplicate=False)]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from finetune.optim.optimizer import CHUNK_ELEMENTS, state_of
-from finetune.optim.rounding import local_shard
+from finetune.optim.optimizer import state_of
+from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard
 
 AVERAGE, AVERAGED_STEPS = "ema", "ema_steps"
 """Keys of the average, and of the number of steps in it, in the state of a parameter."""

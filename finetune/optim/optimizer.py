@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from finetune.optim.rate_scales import scales_of
-from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, round_stochastically, rounding_noise
+from finetune.optim.rounded_adamw import BETAS, EPSILON, StochasticRoundingAdamW
+from finetune.optim.rounding import local_shard
 
-BETAS, LION_BETAS, EPSILON = (0.9, 0.999), (0.9, 0.99), 1e-8
+LION_BETAS = (0.9, 0.99)
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 """Optimizers whose state is kept in 8 bits, by bitsandbytes."""
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
@@ -122,82 +123,3 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
         if isinstance(optimizer, OnShards):
             return optimizer.state_of(parameter)
     return optimizer.state.get(parameter, {})
-
-
-class StochasticRoundingAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for bf16 weights that have no fp32 master.
-
-    A bf16 number has 8 significant bits: an update below 1/256 of its weight is lost when the sum is rounded to
-    nearest, which is what most updates of fine-tuning are. Rounding up or down with the probability that
-    preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). The same holds for the second moment, which
-    changes by 1/1000 per step. The arithmetic is fp32; weights and both moments are stored in the parameter's dtype.
-    The random numbers of a step depend only on ``seed`` and the number of the step.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = BETAS,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": EPSILON})
-        self.seed = seed
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not updated:
-            return
-        steps = max(self.state[parameter].get("step", 0) for parameter, _ in updated)
-        random = rounding_noise(self.seed, steps + 1, updated[0][0].device)
-        for parameter, group in updated:
-            self._update(parameter, parameter.grad, group, random)
-
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], random: torch.Generator
-    ) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        held = [local_shard(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-        written = (held[0], *held[2:])
-        if all(tensor.is_contiguous() for tensor in written):
-            flat = [tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in held]
-            chunks = list(zip(*flat, strict=True))
-        else:
-            chunks = [tuple(held)]
-        for weight, grad, first, second in chunks:
-            self._update_chunk(weight, grad, first, second, step=state["step"], group=group, random=random)
-
-    def _update_chunk(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        *,
-        step: int,
-        group: dict[str, Any],
-        random: torch.Generator,
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        grad = gradient.float()
-        first32 = first.float().lerp_(grad, 1 - beta1)
-        second32 = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        _store(first, first32, random)
-        _store(second, second32, random)
-        denominator = (second32 / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        updated = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-        updated.addcdiv_(first32, denominator, value=-group["lr"] / (1 - beta1**step))
-        _store(weight, updated, random)
-
-
-def _store(target: torch.Tensor, values: torch.Tensor, random: torch.Generator) -> None:
-    target.copy_(round_stochastically(values, random) if target.dtype == torch.bfloat16 else values)
