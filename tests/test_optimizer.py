@@ -163,21 +163,21 @@ def test_every_chunk_of_a_bf16_weight_is_updated_as_fp32_would_be_but_for_roundi
     assert torch.allclose(layer.weight.float(), reference, rtol=2**-5, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),  # in Triton's interpreter
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-@pytest.mark.skipif(not rounded_adamw.has_kernel(), reason="needs Triton: pip install triton")
-def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding(device: str):
+def run_kernel(device: str, **environment: str) -> None:
     """In a process of its own: the interpreter has to be chosen before anything imports Triton."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    script = Path(__file__).parent / "interpreted_adamw.py"
-    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
-    command = [sys.executable, str(script), device]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, str(Path(__file__).parent / "interpreted_adamw.py"), device]
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "as AdamW"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not rounded_adamw.has_kernel(), reason="needs Triton: pip install triton")
+def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding_in_tritons_interpreter():
+    run_kernel("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding_on_a_gpu():
+    run_kernel("cuda")
