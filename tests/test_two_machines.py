@@ -85,7 +85,12 @@ def losses(output: Path) -> list[float]:
 
 
 def test_run_whose_second_machine_is_lost_ends_and_goes_on_from_its_checkpoint_on_the_first_alone(
-    two: tuple[Machine, Machine], recipe: Path, model_folder: Path, conversations: Path, tmp_path: Path
+    two: tuple[Machine, Machine],
+    recipe: Path,
+    model_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     output = tmp_path / "run"
     its = flags(model_folder, conversations, output, "--checkpoint.resume", "auto")
@@ -112,6 +117,7 @@ def test_run_whose_second_machine_is_lost_ends_and_goes_on_from_its_checkpoint_o
     [alone] = machines.launch(two[:1], "fsdp2", 1, recipe, [its], tmp_path)
     assert alone.wait(timeout=120) == 0, said(tmp_path, two[0])
     undisturbed = tmp_path / "undisturbed"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as on the machines; this CPU may compute in bf16
     sft.main(
         scenarios.configuration(
             model_folder, conversations, undisturbed, train__steps=STEPS, train__global_batch_size=8
