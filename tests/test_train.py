@@ -301,7 +301,7 @@ def test_two_processes_train_with_the_losses_of_one(
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], abs=1e-5)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.prove), 2])
 def test_run_that_is_asked_to_stop_saves_and_ends_with_code_75(processes: int, configuration: Path, tmp_path: Path):
     process = finetune(configuration, "--train.steps", "5000", "--processes", str(processes), "--json")
     metrics = tmp_path / "out" / "metrics.jsonl"
