@@ -56,4 +56,8 @@ if __name__ == "__main__":
         assert 0.2 < (each != other).double().mean() < 0.5
     noise = torch.stack([(each > wanted).double() for each, wanted in zip(results[1], exact(device), strict=True)])
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 5 / math.sqrt(COUNT)
+    tensors = given(device)
+    tensors[1].view(torch.int16).fill_(0x7FFF)  # NaN as CUDA writes it
+    launch(*tensors, **HOW, seed=1)
+    assert all(each.isnan().all() for each in (tensors[0], *tensors[2:]))
     print("as AdamW", flush=True)

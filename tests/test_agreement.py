@@ -93,19 +93,26 @@ def test_clocks_that_differ_are_named_and_those_that_agree_are_not():
     ]
 
 
-def test_processes_of_other_rates_are_refused_together_and_equal_ones_are_not(
-    ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("rates", "contexts", "expected"),
+    [
+        ((1e-3, 1e-3), (1, 1), []),
+        ((1e-3, 2e-3), (1, 1), ["train.learning_rate is 0.002 for process 1 on"]),
+        ((1e-3, 1e-3), (2, 4), ["the number of processes that compute a row is 4 for process 1 on"]),
+    ],
+)
+def test_processes_of_other_rates_or_groups_are_refused_together_and_equal_ones_are_not(
+    rates: Any, contexts: Any, expected: Any, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
     config = scenarios.configuration(model_folder, conversations, tmp_path)
-    for rates, expected in (((1e-3, 1e-3), []), ((1e-3, 2e-3), ["train.learning_rate is 0.002 for process 1 on"])):
-        found = ranks(2).run(agreed_on, config, rates, strategy="ddp")
-        assert [said["world_size"] for said in found] == [2, 2]
-        for said in found:
-            assert len(said["refused"]) == len(expected)
-            assert all(sentence.startswith(start) for sentence, start in zip(said["refused"], expected))
+    found = ranks(2).run(agreed_on, config, rates, contexts, strategy="ddp")
+    assert [said["world_size"] for said in found] == [2, 2]
+    for said in found:
+        assert len(said["refused"]) == len(expected)
+        assert all(sentence.startswith(start) for sentence, start in zip(said["refused"], expected))
 
 
-def agreed_on(config: Any, rates: tuple[float, ...]) -> dict[str, Any]:
+def agreed_on(config: Any, rates: tuple[float, ...], contexts: tuple[int, ...]) -> dict[str, Any]:
     from accelerate import Accelerator
 
     from finetune.distributed import Strategy
@@ -113,6 +120,7 @@ def agreed_on(config: Any, rates: tuple[float, ...]) -> dict[str, Any]:
 
     Accelerator(cpu=True)
     launch = Strategy.from_environment()
+    launch = replace(launch, context=contexts[launch.rank])
     train = config.train.model_copy(update={"learning_rate": rates[launch.rank]})
     refused = []
     try:

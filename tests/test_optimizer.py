@@ -1,18 +1,25 @@
 """Optimizers: which parameters decay, and AdamW without master weights."""
 
 import os
+import socket
 import subprocess
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers.trainer_pt_utils import get_parameter_names
 
+from finetune.distributed import Strategy
 from finetune.optim import rounded_adamw
 from finetune.optim.optimizer import build_optimizer, state_of
 from finetune.optim.rounded_adamw import StochasticRoundingAdamW
 from finetune.optim.rounding import round_stochastically
+from finetune.run import opening
 
 
 def build(model, **changes):
@@ -161,6 +168,88 @@ def test_every_chunk_of_a_bf16_weight_is_updated_as_fp32_would_be_but_for_roundi
         ours.step()
         exact.step()
     assert torch.allclose(layer.weight.float(), reference, rtol=2**-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -0x400000])
+def test_nan_stays_nan_in_bf16_weights(bits: int):
+    """CUDA writes NaN as 0x7FFFFFFF: what is added to it would carry into the sign."""
+    values = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
+    assert rounded(values).isnan().all()
+
+
+def test_infinity_stays_infinity_in_bf16_weights():
+    values = torch.tensor([torch.inf, -torch.inf] * 1000)
+    assert torch.equal(rounded(values).float(), values)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_groups_that_are_stepped_one_at_a_time_round_with_noise_of_their_own(name: str):
+    """As DeepSpeed steps them."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model[1].load_state_dict(model[0].state_dict())
+    optimizer = build(model, name=name, weights="bf16", weight_decay=0.0)
+    (group,) = optimizer.param_groups
+    groups = [group | {"params": [parameter]} for parameter in group["params"]]
+    gradient = torch.randn(64, 256).bfloat16()
+    for _ in range(2):
+        for each in groups:
+            each["params"][0].grad = gradient.clone()
+            optimizer.param_groups = [each]
+            optimizer.step()
+    moved = [layer.weight.float() for layer in model]
+    assert 0.2 < (moved[0] != moved[1]).float().mean() < 0.9
+
+
+def given_kernel(monkeypatch: pytest.MonkeyPatch, launch: Any) -> None:
+    """Have bf16 weights on the CPU stepped by this."""
+    module: Any = types.ModuleType("finetune.optim.adamw_kernel")
+    module.launch = launch
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+def test_triton_without_a_compiler_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    def launch(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    given_kernel(monkeypatch, launch)
+    (problem,) = rounded_adamw.kernel_problems(torch.device("cpu"))
+    assert problem == (
+        f"Triton cannot make kernels on {socket.gethostname()} (Failed to find C compiler. Please specify via CC "
+        "environment variable.): it needs a C compiler and Python's headers. Install gcc and python3-dev, or name a "
+        "compiler in the variable CC; or set model.kernels to plain, which needs neither."
+    )
+
+
+def test_triton_that_makes_its_kernel_is_not_refused_and_has_launched_it(monkeypatch: pytest.MonkeyPatch):
+    launched = []
+    given_kernel(monkeypatch, lambda *arguments: launched.append(arguments))
+    assert rounded_adamw.kernel_problems(torch.device("cpu")) == []
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kernels", "weights", "has_triton", "expected"),
+    [
+        ("single", "auto", "bf16", True, True),
+        ("zero3", "auto", "bf16", True, True),
+        ("single", "plain", "bf16", True, False),
+        ("single", "auto", "fp32_master", True, False),
+        ("fsdp2_offload", "auto", "bf16", True, False),
+        ("single", "auto", "bf16", False, False),
+    ],
+)
+def test_bf16_weights_on_a_gpu_are_stepped_by_the_kernel_unless_it_is_plain_or_not_there(
+    strategy: str, kernels: Any, weights: Any, has_triton: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rounded_adamw, "has_kernel", lambda: has_triton)
+    cfg: Any = SimpleNamespace(
+        model=SimpleNamespace(kernels=kernels), train=SimpleNamespace(weights=weights, optimizer="adamw")
+    )
+    launch = Strategy(strategy, 0, 1, 1, "bf16", rehearsal=False)
+    assert opening.steps_in_one_kernel(cfg, launch) == expected
+    assert not opening.steps_in_one_kernel(cfg, replace(launch, rehearsal=True))
 
 
 def run_kernel(device: str, **environment: str) -> None:

@@ -133,6 +133,19 @@ def test_a_step_of_bf16_weights_reads_and_writes_each_of_them_and_its_moments_on
     assert moved == 2 * 7 * sum(each.numel() for each in model.parameters())
 
 
+def test_without_the_kernel_the_step_of_bf16_weights_is_planned_as_the_operations_that_it_consists_of():
+    setting = Setting(weights="bf16", precision="no", micro_batch_size=TRACED.rows, row_tokens=TRACED.row_tokens)
+    bytes_moved = {}
+    for one_kernel in (True, False):
+        asked = replace(setting, one_kernel=one_kernel)
+        ledger = stepped(config_from(SMALL), asked, real=True, counts_work=True)
+        assert ledger.calls is not None
+        updates = [each for each in ledger.calls.kernels(TRACED) if each.phase == "step"]
+        assert ("finetune::adamw_rounded" in {each.name for each in updates}) == one_kernel
+        bytes_moved[one_kernel] = sum(each.calls * TRACED.value(each.bytes) for each in updates)
+    assert bytes_moved[False] > 5 * bytes_moved[True]
+
+
 def products(step: Step, *passes: str) -> float:
     """FLOPs of the matrix products of one micro-batch of a row of 1024 positions."""
     phases = [phase for name in passes for phase in PHASES[name]]

@@ -67,7 +67,7 @@ def start(
         for what in ("PARAM", "OPTIMIZER"):
             os.environ.setdefault(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH", str(offload_folder))
     if strategy.is_deepspeed:
-        deepspeed_ops.build(cpu=strategy.rehearsal, offload=_offloads(strategy), nvme=strategy.name.endswith("_nvme"))
+        deepspeed_ops.build(cpu=strategy.rehearsal, offload=strategy.offloads, nvme=strategy.name.endswith("_nvme"))
         logger = logging.getLogger("DeepSpeed")
         logger.setLevel(logging.ERROR)  # without its notes on defaults that we set on purpose
         # DeepSpeed 0.19 calls collectives by names that PyTorch 2.13 has replaced
@@ -112,10 +112,6 @@ def share_cores(strategy: Strategy) -> None:
     elif "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
         torch.set_num_threads(max(1, cores.usable() // local_processes))
-
-
-def _offloads(strategy: Strategy) -> bool:
-    return strategy.name.endswith(("_offload", "_nvme"))
 
 
 def _join_apart_from_earlier_attempts(strategy: Strategy) -> None:
@@ -169,7 +165,7 @@ def _configure_fsdp(accelerator: Accelerator, strategy: Strategy, weights: str) 
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(strategy, weights), reduce_dtype=torch.float32
     )
-    if strategy.rehearsal and _offloads(strategy):
+    if strategy.rehearsal and strategy.offloads:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
 

@@ -95,6 +95,11 @@ class Strategy:
         return self.name.startswith("zero")
 
     @property
+    def offloads(self) -> bool:
+        """Sharded weights, or the optimizer's state and masters, are not on the GPU but for a moment."""
+        return self.name.endswith(("_offload", "_nvme"))
+
+    @property
     def gathers_in_order(self) -> bool:
         """Each layer's weights are gathered ahead, in the order of an earlier pass: ZeRO-3."""
         return self.name.startswith("zero3")

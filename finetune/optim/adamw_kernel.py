@@ -73,5 +73,6 @@ def _exact(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded(value, noise):  # type: ignore[no-untyped-def]
-    bits = value.to(tl.uint32, bitcast=True) + (noise.to(tl.uint32) & 0xFFFF)
+    is_number = value == value  # noise would make -0 of NaN
+    bits = value.to(tl.uint32, bitcast=True) + tl.where(is_number, noise.to(tl.uint32) & 0xFFFF, 0)
     return (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True)

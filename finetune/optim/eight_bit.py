@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from bitsandbytes.optim import AdamW8bit, Lion8bit
 
-from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, round_stochastically, rounding_noise
+from finetune.optim.rounding import (
+    CHUNK_ELEMENTS,
+    local_shard,
+    number_parameters,
+    round_stochastically,
+    rounding_noise,
+)
 
 BLOCK_ELEMENTS = 256
 """With a scale of their own; chunks of bf16 weights are whole blocks."""
@@ -54,16 +60,19 @@ class OnShards:
     def prepare_shards(self, rounding_seed: int) -> None:
         self.shards: dict[torch.Tensor, torch.nn.Parameter] = {}
         self.rounding_seed = rounding_seed
+        self.numbers: dict[torch.Tensor, int] = {}
 
     def step(self, closure: None = None) -> None:
         """Update the shard of every parameter that has a gradient."""
         assert closure is None
         whole = self.param_groups
+        number_parameters(self.numbers, whole)
         self.param_groups = [group | {"params": self._shards_of(group["params"])} for group in whole]
         updated = [shard for group in self.param_groups for shard in group["params"]]
         if updated:
             steps = max(self.state[shard].get("step", 0) for shard in updated)
-            self.random = rounding_noise(self.rounding_seed, steps + 1, updated[0].device)
+            first = self.numbers[next(p for group in whole for p in group["params"])]
+            self.random = rounding_noise(self.rounding_seed, steps + 1, first, updated[0].device)
         try:
             super().step()  # type: ignore[misc]
         finally:

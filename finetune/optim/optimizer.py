@@ -26,6 +26,7 @@ def build_optimizer(
     weights: str,
     fused: bool,
     rounding_seed: int,
+    one_kernel: bool = False,
     betas: Sequence[float] | None = None,
     decay_embeddings: bool = True,
     layer_decay: float = 1.0,
@@ -42,6 +43,7 @@ def build_optimizer(
         weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
+        one_kernel: step bf16 weights by a kernel in Triton (``optim.rounded_adamw``).
         betas: None for the defaults of the optimizer.
         decay_embeddings: whether embeddings decay too, and an output head that shares their weights.
         layer_decay, lora_plus_ratio: see ``optim.rate_scales``.
@@ -86,7 +88,9 @@ def build_optimizer(
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate)
     if weights == "bf16":
-        return StochasticRoundingAdamW(groups, lr=learning_rate, betas=chosen, seed=rounding_seed)
+        return StochasticRoundingAdamW(
+            groups, lr=learning_rate, betas=chosen, seed=rounding_seed, one_kernel=one_kernel
+        )
     return torch.optim.AdamW(groups, lr=learning_rate, betas=chosen, eps=EPSILON, fused=fused or None)
 
 

@@ -1,17 +1,18 @@
 """AdamW for bf16 weights that have no fp32 master.
 
 Composed of PyTorch's operations, a step reads and writes each weight and its moments a dozen times, in fp32, and draws
-three random numbers from memory. On a GPU a kernel does it all at once, and moves 14 bytes for each weight.
+three random numbers from memory. On a GPU a kernel in Triton does it all at once, and moves 14 bytes for each weight.
 """
 
-import functools
 import importlib.util
+import socket
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, round_stochastically
+from finetune.optim.rounding import CHUNK_ELEMENTS, local_shard, number_parameters, round_stochastically
 from finetune.seeds import seed_of
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -25,6 +26,9 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
     preserves the expectation keeps them (Gupta et al., arXiv:1502.02551). The same holds for the second moment, which
     changes by 1/1000 per step. The arithmetic is fp32; weights and both moments are stored in the parameter's dtype.
     The random numbers of a step depend only on ``seed``, the number of the step and the place among the parameters.
+
+    Args:
+        one_kernel: step contiguous bf16 weights by the kernel, instead of in chunks by PyTorch's operations.
     """
 
     def __init__(
@@ -34,18 +38,21 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = BETAS,
         seed: int = 0,
+        one_kernel: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": EPSILON})
-        self.seed = seed
+        self.seed, self.one_kernel = seed, one_kernel
+        self.numbers: dict[torch.Tensor, int] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
+        number_parameters(self.numbers, self.param_groups)
         updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = max((self.state[parameter].get("step", 0) for parameter, _ in updated), default=0)
-        for number, (parameter, group) in enumerate(updated):
-            self._update(parameter, group, seed=seed_of(self.seed, steps + 1, number))
+        for parameter, group in updated:
+            self._update(parameter, group, seed=seed_of(self.seed, steps + 1, self.numbers[parameter]))
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], *, seed: int) -> None:
         assert parameter.grad is not None
@@ -57,7 +64,8 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
         state["step"] += 1
         held = [local_shard(each) for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         how = (group["lr"], group["weight_decay"], *group["betas"], group["eps"], state["step"], seed)
-        if all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in held) and held[0].numel():
+        fits = all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in held) and held[0].numel() > 0
+        if self.one_kernel and fits:
             adamw_rounded(*held, *how)
         else:
             _in_chunks(held, *how)
@@ -86,11 +94,11 @@ def adamw_rounded(
         seed: of the rounding.
     """
     how = rate, decay, beta1, beta2, eps, step, seed
-    if weight.is_cuda and has_kernel():
+    if weight.is_cuda:
         from finetune.optim.adamw_kernel import launch
 
         launch(weight, gradient, first, second, *how)
-    else:
+    else:  # real numbers of a dry run
         _in_chunks((weight, gradient, first, second), *how)
 
 
@@ -99,10 +107,24 @@ def _(*_: Any) -> None:
     return None
 
 
-@functools.cache
 def has_kernel() -> bool:
     """Whether Triton is installed, as it is beside PyTorch for GPUs on Linux."""
     return importlib.util.find_spec("triton") is not None
+
+
+def kernel_problems(device: torch.device) -> list[str]:
+    """Why Triton cannot make kernels on this machine, as a sentence. It makes one, which takes a moment."""
+    weight, gradient, first, second = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
+    try:
+        adamw_rounded(weight, gradient, first, second, 0.0, 0.0, *BETAS, EPSILON, 1, 0)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # of its compiler, or the driver
+        why = " ".join(str(error).split()) or type(error).__name__
+        return [
+            f"Triton cannot make kernels on {socket.gethostname()} ({why}): it needs a C compiler and Python's "
+            "headers. Install gcc and python3-dev, or name a compiler in the variable CC; or set model.kernels to "
+            "plain, which needs neither."
+        ]
+    return []
 
 
 def _in_chunks(

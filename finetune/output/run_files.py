@@ -6,7 +6,6 @@ final/ takes its name last. Where it stands, all else that belongs to the run ha
 import errno
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -34,6 +33,8 @@ PACKAGES = (
     "accelerate",
     "peft",
     "bitsandbytes",
+    "triton",
+    "liger-kernel",
     "deepspeed",
     "tokenizers",
     "safetensors",
@@ -155,14 +156,21 @@ def _append(content: bytes, path: Path) -> None:
 @functools.cache  # what runs is what was imported
 def environment() -> dict[str, Any]:
     """Versions, hardware and the state of the code, for run.yaml. Not to be changed."""
-    installed = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in installed},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "hardware": {"gpus": gpus, "cpus": os.cpu_count(), "machine": platform.platform()},
         "git_commit": _git_commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git_commit() -> str | None:

@@ -59,6 +59,8 @@ def agree(cfg: sections.Run, launch: Strategy, inputs: Mapping[str, str | None])
     host = socket.gethostname()
     settings = {key: _comparable(key, value) for key, value in by_key(cfg.model_dump(mode="json", by_alias=True))}
     settings |= {"the strategy": launch.name, "--mixed_precision": launch.mixed_precision}
+    settings |= {"the number of processes": launch.world_size, "the number of replicas": launch.replicas}
+    settings |= {"the number of processes that compute a row": launch.context}
     known = run_files.environment()
     # without builds, such as +cpu, which go with a machine's hardware
     versions = {name: version.partition("+")[0] for name, version in known["packages"].items()}

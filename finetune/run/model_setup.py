@@ -13,6 +13,7 @@ from finetune.models import adapter_start, continued_adapter, fused, loading, lo
 from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
+from finetune.run import opening
 from finetune.training.loss import take_losses
 
 
@@ -94,10 +95,10 @@ def build_optimizer(
     accelerator: Accelerator,
     launch: distributed.Strategy,
     model: Any,
-    adapter: sections.Adapter,
-    train: sections.Train,
+    cfg: sections.Run,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters of a model that is not prepared yet."""
+    train = cfg.train
     return optimizers.build_optimizer(
         model,
         name=train.optimizer,
@@ -106,9 +107,10 @@ def build_optimizer(
         weights=train.weights,
         fused=distributed.fuses(accelerator),
         rounding_seed=train.seed * launch.shards + launch.shard,
+        one_kernel=opening.steps_in_one_kernel(cfg, launch),
         betas=train.betas,
         decay_embeddings=train.decay_embeddings,
         layer_decay=train.layer_decay,
-        lora_plus_ratio=adapter.lora_plus_ratio,
+        lora_plus_ratio=cfg.adapter.lora_plus_ratio,
         ema_decay=train.ema_decay,
     )

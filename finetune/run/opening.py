@@ -1,6 +1,6 @@
 """How a run begins: its processes, what it reads, the record of what was asked for, and its first lines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,22 +17,38 @@ from finetune.data.batches import Batches
 from finetune.data.rows import Rows, identity_of
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
+from finetune.errors import refuse_if_any
 from finetune.models import continued_adapter, fused, loading
 from finetune.models.spec import ModelSpec
+from finetune.optim import rounded_adamw
 from finetune.output import run_files
 from finetune.output.run_record import RunRecord
 from finetune.planner import RunPlan
+from finetune.run import agreement
 from finetune.run.sizes import Sizes
 from finetune.training.task_scores import Task
 
 
 def join(
-    cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, sizes: Sizes, collate: Callable[..., Any]
-) -> tuple[Accelerator, Callable[..., Any]]:
-    """Join the other processes, and make the Accelerator of the run, and what makes its micro-batches.
+    cfg: sections.Run,
+    launch: distributed.Strategy,
+    spec: ModelSpec,
+    sizes: Sizes,
+    inputs: Mapping[str, str | None],
+    collate: Callable[..., Any],
+) -> tuple[Accelerator, Callable[..., Any], list[str]]:
+    """Join the other processes, and agree with them on what is trained.
 
     Args:
-        collate: makes those of whole rows.
+        inputs: fingerprints of what is read.
+        collate: makes micro-batches of whole rows.
+
+    Returns:
+        The Accelerator of the run, what makes this process's micro-batches, and lines on differences between processes
+        that do no harm.
+
+    Raises:
+        InputError: on those that do, or if kernels that the run needs cannot be made.
     """
     accelerator = distributed.start(
         launch,
@@ -44,7 +60,11 @@ def join(
         largest_parameter=lambda: spec.largest_parameter,
         offload_folder=offload_folder(cfg),
     )
-    return accelerator, distributed.shared(collate, launch)
+    noticed = agreement.agree(cfg, launch, inputs)
+    uses_triton = steps_in_one_kernel(cfg, launch) or (cfg.model.kernels == "auto" and kernels_of(launch) == "Liger")
+    problems = gather_object(rounded_adamw.kernel_problems(accelerator.device) if uses_triton else [])
+    refuse_if_any(list(dict.fromkeys(problems)))  # once for a machine
+    return accelerator, distributed.shared(collate, launch), noticed
 
 
 def offload_folder(cfg: sections.Run) -> Path:
@@ -104,7 +124,7 @@ def new_record(
         chat_template=chat_template,
         steps=batches.steps,
         plan=plan.record() if plan else None,
-        kernels=spec.fused | {"computed_by": kernels_of(launch)},
+        kernels=spec.fused | {"computed_by": kernels_of(launch)} | _step_of(cfg, launch),
         launcher=distributed.launcher_of(launch),
         environment=run_files.environment(),
         id=gather_object([uuid4().hex])[0],
@@ -116,6 +136,19 @@ def new_record(
 def kernels_of(launch: distributed.Strategy) -> str:
     """Whose kernels compute what is one operation."""
     return fused.computed_by("cpu" if launch.rehearsal else "cuda")
+
+
+def steps_in_one_kernel(cfg: sections.Run, launch: distributed.Strategy) -> bool:
+    """Whether AdamW over bf16 weights is a kernel in Triton: on a GPU, where the weights are."""
+    is_asked = cfg.train.weights == "bf16" and cfg.train.optimizer == "adamw" and cfg.model.kernels == "auto"
+    return is_asked and not launch.rehearsal and not launch.offloads and rounded_adamw.has_kernel()
+
+
+def _step_of(cfg: sections.Run, launch: distributed.Strategy) -> dict[str, str]:
+    """Whose kernels step bf16 weights, as run.yaml says it."""
+    if cfg.train.weights != "bf16" or cfg.train.optimizer != "adamw":
+        return {}
+    return {"stepped_by": "Triton" if steps_in_one_kernel(cfg, launch) else "PyTorch"}
 
 
 def introduction(
@@ -147,6 +180,9 @@ def introduction(
     if spec.fused:
         kinds = ", ".join(f"{count} {kind}s" for kind, count in spec.fused.items())
         lines.append(f"fused kernels ({kernels_of(launch)}): {kinds}")
+    if _step_of(cfg, launch):
+        how = "in one kernel (Triton)" if steps_in_one_kernel(cfg, launch) else "in chunks, by PyTorch's operations"
+        lines.append(f"bf16 weights are updated {how}")
     lines += plan_lines
     if held_out:
         lines.append(dataset.describe(held_out, "held-out"))

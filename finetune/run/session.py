@@ -43,7 +43,7 @@ from finetune.optim.optimizer import state_bytes
 from finetune.optim.schedule import is_due
 from finetune.output.run_record import Progress
 from finetune.report import pages
-from finetune.run import agreement, improvement, model_setup, opening, result
+from finetune.run import improvement, model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
@@ -116,11 +116,11 @@ class Session:
             read = self.cfg, self.tokenizer, self.batches, self.held_out
             fingerprints = opening.fingerprints(*read, self.tasks, needs_base=needs_base)
             known = self.cfg, self.launch, self.spec
-            self.accelerator, self.collate = opening.join(*known, planned.sizes, self.collate)
+            self.accelerator, self.collate, noticed = opening.join(*known, planned.sizes, fingerprints, self.collate)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps
             scores = {task.figure: task.label for task in self.tasks}
             self.screen = Screen(shown=is_main, total_steps=steps, every=self.cfg.log.every, scores=scores)
-            for line in agreement.agree(self.cfg, self.launch, fingerprints):
+            for line in noticed:
                 self.screen.say(line)
             refuse_if_any(gather_object(weights.not_finite(files, **self.share)))
             sizes = planned.sizes.agreed(gather_object([planned.sizes]))
@@ -170,7 +170,7 @@ class Session:
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Over the model's trained parameters."""
-        return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg.adapter, self.cfg.train)
+        return model_setup.build_optimizer(self.accelerator, self.launch, model, self.cfg)
 
     def prepare(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """Model and optimizer as the strategy wraps and shards them, which is proven. Tries the heaviest micro-batch.

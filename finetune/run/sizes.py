@@ -12,6 +12,7 @@ from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.models.spec import ModelSpec
+from finetune.optim.rounded_adamw import has_kernel
 from finetune.planner import REPLICAS, RunPlan, Setting
 from finetune.trace.tracer import Tracer
 
@@ -118,6 +119,7 @@ def _plan(
         precision=launch.mixed_precision,
         row_tokens=longest,
         token_rows=len(spec.new_tokens.rows),
+        triton=launch.rehearsal or has_kernel(),
         # traced by our own attention, which a GPU computes in 16 bits only: other rows are planned as if padded
         flat=batches.flat
         and model.anatomy.keeps_apart

@@ -45,8 +45,14 @@ def start(setting: Setting, strategy: distributed.Strategy) -> Accelerator:
     )
 
 
-def optimizer_of(model: torch.nn.Module, setting: Setting, *, fused: bool) -> torch.optim.Optimizer:
-    """The optimizer, before the strategy has prepared it."""
+def optimizer_of(
+    model: torch.nn.Module, setting: Setting, *, fused: bool, one_kernel: bool = True
+) -> torch.optim.Optimizer:
+    """The optimizer, before the strategy has prepared it.
+
+    Args:
+        fused, one_kernel: whether there are kernels of its kind; the latter for weights that are on a GPU.
+    """
     return build_optimizer(
         model,
         name=setting.optimizer,
@@ -55,6 +61,7 @@ def optimizer_of(model: torch.nn.Module, setting: Setting, *, fused: bool) -> to
         weights=setting.weights,
         fused=fused,
         rounding_seed=0,
+        one_kernel=one_kernel and setting.one_kernel and setting.placement.optimizer_on == "gpu",
         ema_decay=0.999 if setting.averages else 0.0,
     )
 

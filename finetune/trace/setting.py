@@ -73,6 +73,8 @@ class Setting:
     """Micro-batches of one process in an optimizer step."""
     fused: bool = True
     """Whether norms, gated products and LoRA are computed by the kernels of this project (``models.fused``)."""
+    one_kernel: bool = True
+    """Whether a kernel steps AdamW over bf16 weights on a GPU, instead of chunks (``optim.rounded_adamw``)."""
     flash: bool = True
     """Whether the GPU has flash attention. Without it grouped queries keep scores (``patches.kernels_of_a_gpu``)."""
     reference: str = "none"
@@ -93,6 +95,7 @@ class Setting:
         precision: str,
         row_tokens: int,
         flat: bool,
+        triton: bool = True,
         flash: bool = True,
         token_rows: int = 0,
     ) -> "Setting":
@@ -103,6 +106,7 @@ class Setting:
             precision: the launch's mixed precision.
             row_tokens: of the longest row.
             flat: whether rows that are not packed lie end to end, without padding.
+            triton: whether Triton is installed beside the GPU.
             flash: whether the GPU has flash attention.
             token_rows: of special tokens that a chat template adds.
         """
@@ -125,6 +129,7 @@ class Setting:
             precision=precision,
             row_tokens=row_tokens,
             fused=cfg.model.kernels == "auto",
+            one_kernel=triton and cfg.model.kernels == "auto",
             layout="packed" if cfg.data.packing is True else "flat" if flat else "padded",
             flash=flash,
             reference=_reference_of(cfg) if isinstance(cfg, PairedRun) else "none",

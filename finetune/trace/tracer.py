@@ -58,6 +58,7 @@ def key_setting(setting: Setting) -> Setting:
         row_tokens=1,
         layout="flat" if setting.flat else "padded",
         accumulation=1 if is_one else 2,
+        one_kernel=setting.one_kernel or setting.weights != "bf16" or setting.optimizer != "adamw",
         reference="none",
         mismatches=False,
         precision="bf16" if as_bf16 else setting.precision,

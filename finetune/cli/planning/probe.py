@@ -93,6 +93,7 @@ def _prepared(model_config: dict[str, Any], setting: Setting) -> tuple[Any, Any,
 
     from finetune import distributed
     from finetune.models import loading as models
+    from finetune.optim.rounded_adamw import has_kernel
     from finetune.trace import building
 
     models.quiet()
@@ -106,7 +107,8 @@ def _prepared(model_config: dict[str, Any], setting: Setting) -> tuple[Any, Any,
         drawn_there = False
     with device if drawn_there else contextlib.nullcontext():  # the CPU takes about a minute for 8 billion
         model: Any = building.build(config, setting, dtype, real=True, device=str(device))
-    optimizer = building.optimizer_of(model, setting, fused=distributed.fuses(accelerator))
+    kernels = {"fused": distributed.fuses(accelerator), "one_kernel": device.type == "cuda" and has_kernel()}
+    optimizer = building.optimizer_of(model, setting, **kernels)
     prepared, stepped = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of weights that were cast or quantised
