@@ -216,9 +216,9 @@ def test_triton_without_a_compiler_is_refused_in_a_sentence(monkeypatch: pytest.
     given_kernel(monkeypatch, launch)
     (problem,) = rounded_adamw.kernel_problems(torch.device("cpu"))
     assert problem == (
-        f"Triton cannot make kernels on {socket.gethostname()} (Failed to find C compiler. Please specify via CC "
-        "environment variable.): it needs a C compiler and Python's headers. Install gcc and python3-dev, or name a "
-        "compiler in the variable CC; or set model.kernels to plain, which needs neither."
+        f"Triton cannot make kernels on {socket.gethostname()} (RuntimeError: Failed to find C compiler. Please "
+        "specify via CC environment variable.). It needs a C compiler and Python's headers: install gcc and "
+        "python3-dev, or name a compiler in the variable CC. Or set model.kernels to plain, which does without it."
     )
 
 

@@ -1,10 +1,12 @@
 """Private names of PyTorch that training uses. Read in 2.11 to 2.13."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 GROWTH_TRACKER = "_growth_tracker"
@@ -13,12 +15,29 @@ GROWTH_TRACKER = "_growth_tracker"
 SHARD = "_sharded_param_data"
 """Name of the attribute of FSDP2's parameters from which they are gathered."""
 
+tree_leaves = _pytree.tree_leaves
+"""What containers hold, in the order in which they hold it. Goes with a public name."""
+
 without_modes = _disable_current_modes
 """Within it tensors are real, whatever mode is active. Goes with a public name."""
 
 # one tensor of each process, end to end, and its reverse: by the names of 2.13; go when it is required
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Have something called at the end of the backward pass within which this is called. FSDP2 does so, too. Goes with
+    a public name of it."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose gradient is passed on as soon as it is there. Autograd takes what was computed last first, and
+    would leave that of a tensor which was made early to the end. Goes with a public setter."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(2**62)  # type: ignore[attr-defined]
+    return tensor
 
 
 def cpu_computes_bf16() -> bool:

@@ -4,12 +4,13 @@
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
 processes compute together), ``flat_shards`` (which elements of a parameter a process holds, and where),
-``sharded_state`` (weights and optimizer state as such shards, as checkpoints store them), ``averaged_weights``
-(averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of the beginning, to
-compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes), ``heartbeat`` (lost
-machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once),
-``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file, for notebooks
-and tests), ``launcher`` (the processes of ``finetune train``).
+``sharded_state`` (weights and optimizer state as such shards, as checkpoints store them), ``weight_copies`` (in 16
+bits, which single and ddp compute with), ``averaged_weights`` (averages in the place of the weights, for a while),
+``remembered_weights`` (the trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to resume
+with), ``interruption`` (signals, lost processes), ``heartbeat`` (lost machines), ``long_timeout`` (collectives that
+wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once), ``built_operations`` (whether they are built),
+``launch_environment`` (the environment of a strategy file, for notebooks and tests), ``launcher`` (the processes of
+``finetune train``).
 Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
@@ -24,7 +25,7 @@ norm before clipping, of unscaled gradients. Where each part comes from:
 part       single, ddp                 fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
-compute    autocast                    ``MixedPrecisionPolicy``           parameters in bf16 or fp16
+compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16
 gradients  fp32                        reduced in fp32                    ``data_types``, communication
                                                                           in fp32
 clipping   ``clip_grad_norm_``         the same, over DTensors            inside the engine's step

@@ -28,6 +28,7 @@ from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
+from finetune.distributed.weight_copies import compute_with_copies
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.optim.averaging import keep_averages
@@ -234,6 +235,9 @@ def prepare(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        dtype = compute_dtype(strategy, weights)
+        if strategy.name in ("single", "ddp") and dtype != torch.float32:
+            compute_with_copies(model, dtype)
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
     with _without_chatter():

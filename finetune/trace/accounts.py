@@ -22,7 +22,7 @@ CATEGORIES = (
     "temporaries",
     "kernels",
 )
-"""``weights``: with buffers and quantisation constants. ``weight_copies``: that autocast makes and keeps.
+"""``weights``: with buffers and quantisation constants. ``weight_copies``: in 16 bits, to compute with.
 ``activations``: made in the forward pass and kept for the backward pass, with the inputs. ``logits``: everything of
 the size of the logits, in forward, loss and backward. ``gathered``: what collectives read and write, and gathered
 layers. ``temporaries``: what lives within a forward, backward or optimizer pass, recomputed activations too.

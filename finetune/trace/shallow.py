@@ -149,7 +149,7 @@ class Step:
         """The highest moment of each span.
 
         Args:
-            accumulation: micro-batches of the step; of more than two, those after the first are alike.
+            accumulation: micro-batches of the step; of more than were traced, some are alike.
         """
         for place, (_, whole) in self.highest(micro_batch).items():
             is_there = place[1] < accumulation or place[0] == "step"  # of no later micro-batch

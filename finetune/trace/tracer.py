@@ -40,14 +40,15 @@ def key_setting(setting: Setting) -> Setting:
     """The setting whose step is traced for another, without what a trace does not depend on.
 
     Steps are functions of the micro-batch; all micro-batches but the first are alike, and a step of one is the first of
-    two. Not so under DDP, whose gradients lie beside its buckets until the last micro-batch; and under ZeRO-3 the first
-    is like the others, because its gradients are always added up. fp16 takes the bytes of bf16, but under ZeRO-3: what
-    it adds to the engine's step is done on the host where that offloads. What a reference takes is added to a step's
-    trace (``planner.memory``, ``planner.speed``).
+    two. Not so under DDP, whose gradients lie beside its buckets until the last micro-batch, and go there within it: it
+    is unlike those between. Under ZeRO-3 the first is like the others, as its gradients are always added up. fp16 takes
+    the bytes of bf16, but under ZeRO-3: what it adds to the engine's step is done on the host where that offloads. What
+    a reference takes is added to a step's trace (``planner.memory``, ``planner.speed``).
     """
     strategy, world_size = traced_as(setting.strategy, setting.world_size)
     place = placement_of(strategy, world_size)
-    is_one = place.zero_stage == 3 or (place.framework == "replicated" and setting.accumulation == 1)
+    of_replicas = place.framework == "replicated"
+    micro_batches = 1 if place.zero_stage == 3 else min(setting.accumulation, 3) if of_replicas else 2
     as_bf16 = setting.precision == "fp16" and (place.zero_stage != 3 or strategy != setting.strategy)
     return replace(
         setting,
@@ -57,7 +58,7 @@ def key_setting(setting: Setting) -> Setting:
         micro_batch_size=1,
         row_tokens=1,
         layout="flat" if setting.flat else "padded",
-        accumulation=1 if is_one else 2,
+        accumulation=micro_batches,
         one_kernel=setting.one_kernel or setting.weights != "bf16" or setting.optimizer != "adamw",
         reference="none",
         mismatches=False,

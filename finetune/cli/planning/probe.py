@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import InputError, RunStopped
+from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.trace.asking import environment_of_child
 from finetune.trace.setting import Setting, setting_of
 from finetune.units import GIB
@@ -93,7 +93,7 @@ def _prepared(model_config: dict[str, Any], setting: Setting) -> tuple[Any, Any,
 
     from finetune import distributed
     from finetune.models import loading as models
-    from finetune.optim.rounded_adamw import has_kernel
+    from finetune.optim.rounded_adamw import has_kernel, kernel_problems
     from finetune.trace import building
 
     models.quiet()
@@ -108,6 +108,7 @@ def _prepared(model_config: dict[str, Any], setting: Setting) -> tuple[Any, Any,
     with device if drawn_there else contextlib.nullcontext():  # the CPU takes about a minute for 8 billion
         model: Any = building.build(config, setting, dtype, real=True, device=str(device))
     kernels = {"fused": distributed.fuses(accelerator), "one_kernel": device.type == "cuda" and has_kernel()}
+    refuse_if_any(kernel_problems(device) if kernels["one_kernel"] and setting.weights == "bf16" else [])
     optimizer = building.optimizer_of(model, setting, **kernels)
     prepared, stepped = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
     if device.type == "cuda":
