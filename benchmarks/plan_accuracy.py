@@ -46,6 +46,7 @@ GPU_OF_A_LIST = "1xH200"
 MINUTES = 7.0
 """In which runs begin, tracing included: of 8, with what the last run takes."""
 Measure = Callable[[Case], dict[str, Any]]
+Predictions = dict[Case, dict[str, Any]]
 
 
 def predict(case: Case, machines: Machines, model: Model) -> dict[str, Any]:
@@ -69,30 +70,39 @@ def predictions(machines: Machines, only: Sequence[str] = (), *, rehearses: bool
         InputError: if there are none.
     """
     every = [REHEARSED] if rehearses else cases(machines)
-    found = {}
-    for case in every:
-        if not only or any(text in case.name for text in only):
-            with asked(case.model, case.setting.row_tokens) as model:
-                found[case] = predict(case, machines, model)
-    if not found:
+    chosen = [case for case in every if not only or any(text in case.name for text in only)]
+    if not chosen:
         raise InputError(f"No run's name holds {' or '.join(only)}; see --list.")
+    return predictions_of(chosen, machines)
+
+
+def predictions_of(chosen: Sequence[Case], machines: Machines) -> dict[Case, dict[str, Any]]:
+    """What the planner says of runs."""
+    found = {}
+    for case in chosen:
+        with asked(case.model, case.setting.row_tokens) as model:
+            found[case] = predict(case, machines, model)
     return found
 
 
 def _without_gpus() -> None:
     """In a process that has not used them: it is forked for each trace, which CUDA would not survive."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from finetune.models import loading
     from finetune.trace.serving import import_the_rest
 
+    loading.quiet()
     import_the_rest()
 
 
-def predictions_elsewhere(
-    machines: Machines, only: Sequence[str], *, rehearses: bool = False
-) -> dict[Case, dict[str, Any]]:
-    """``predictions``, in a process of its own that uses no GPU."""
+def elsewhere(function: Callable[..., Predictions], *arguments: Any, **others: Any) -> Predictions:
+    """What a function returns, called in a process of its own that uses no GPU."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpus) as pool:
-        return pool.submit(predictions, machines, only, rehearses=rehearses).result()
+        return pool.submit(function, *arguments, **others).result()
+
+
+class NoGpu(InputError):
+    """There is none on this machine."""
 
 
 def seen_here() -> tuple[list[tuple[str, int]], dict[str, Any]]:
@@ -112,7 +122,7 @@ def look() -> tuple[Machines, dict[str, Any]]:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         gpus, versions = pool.submit(seen_here).result()
     if not gpus:
-        raise InputError(
+        raise NoGpu(
             "There is no GPU here to hold the planner against; --list shows what would be run, and --rehearse runs a "
             "tiny model on the CPU."
         )
@@ -219,7 +229,7 @@ def _answer(options: argparse.Namespace) -> int:
         foretold = predictions(machines, options.only, rehearses=options.rehearse)
     else:
         machines, known = look()
-        foretold = predictions_elsewhere(machines, options.only)
+        foretold = elsewhere(predictions, machines, options.only)
     if options.list:
         print(list_of(foretold))
         return 0

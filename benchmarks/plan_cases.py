@@ -90,14 +90,14 @@ class Case:
         kept = "recomputed" if s.activation_checkpointing else "kept"
         accumulated = f" x{s.accumulation}" if s.accumulation > 1 else ""
         packed = f" packed with {self.document_tokens}" if s.packing else ""
-        launched = "" if s.world_size == 1 else f", {s.strategy} on {s.world_size}"
+        launched = "" if s.world_size == 1 else f", {s.launched} on {s.world_size}"
         rows = f"{s.micro_batch_size}x{s.row_tokens}{packed}{accumulated}"
         at = "" if self.edge is None else f", at {self.edge:.0%}"
         return f"{self.model} {method} {weights}{targets}{dropout}{optimizer}, {kept}, {rows}{launched}{at}"
 
     @property
     def global_batch_size(self) -> int:
-        return self.setting.micro_batch_size * self.setting.accumulation * self.setting.world_size
+        return self.setting.micro_batch_size * self.setting.accumulation * self.setting.data_processes
 
 
 def _case(model: str, rows: int, tokens: int, *, documents: int | None = None, **setting: Any) -> Case:

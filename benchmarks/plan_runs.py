@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from finetune.config.compatibility import TOGETHER
+
 from . import plan_cases
 from .plan_cases import Case
 
@@ -71,8 +73,11 @@ class Bench:
         """Start the processes of a run."""
         from finetune.distributed.launch_environment import launch_environment
 
-        n = case.setting.world_size
-        launched = launch_environment(ROOT / "accelerate_configs" / f"{case.setting.strategy}.yaml", n)
+        setting, n = case.setting, case.setting.world_size
+        file = ROOT / "accelerate_configs" / f"{setting.strategy}.yaml"
+        launched = launch_environment(file, n, setting.precision)
+        if key := TOGETHER.get(setting.strategy):
+            launched[f"PARALLELISM_CONFIG_{key.upper()}"] = str(setting.context)
         port, processes, logs = _free_port(), [], []
         self.started += 1
         for rank in range(n):

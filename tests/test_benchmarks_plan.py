@@ -218,7 +218,7 @@ def test_no_run_begins_once_the_time_is_over(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_predictions_of_another_process_are_those_of_this_one():
     (mine,) = accuracy.predictions(H200, rehearses=True).items()
-    ((case, found),) = accuracy.predictions_elsewhere(H200, [mine[0].name], rehearses=True).items()
+    ((case, found),) = accuracy.elsewhere(accuracy.predictions, H200, [mine[0].name], rehearses=True).items()
     assert (case, found) == mine
 
 
