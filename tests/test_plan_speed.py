@@ -63,6 +63,7 @@ ASKED = [
     *(replace(LORA, bits=bits) for bits in (None, 4, 8)),
     *STRATEGIES,
     Setting("ddp", 8),  # of one micro-batch
+    Setting("ddp", 8, accumulation=3),
     SINGLE,
 ]
 
