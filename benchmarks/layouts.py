@@ -1,7 +1,7 @@
 """How to spread a model over GPUs: every layout's speed and peak of memory, measured beside what the planner said.
 
   python -m benchmarks.layouts --model Llama-3.2-1B --row_tokens 4096 32768      # over all GPUs of this machine
-  python -m benchmarks.layouts --processes 4 --only fsdp2 "cp 2"                 # without a GPU: a tiny model in fp32
+  python -m benchmarks.layouts --processes 4 --only fsdp2 "cp 2"                 # without a GPU: a tiny model
   python -m benchmarks.layouts --report                                          # table and chart of what is recorded
 
 A layout is a strategy, over how many processes each row is spread, and whether activations are recomputed; each is
@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER, refusal
+from finetune.config.compatibility import STRATEGIES, TOGETHER, heads_problems, refusal
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
@@ -34,7 +34,7 @@ from finetune.planner.question import METHODS
 from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 
-from .plan_accuracy import NoGpu, elsewhere, look, predictions_of
+from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
 from .plan_cases import MODELS, Case
 from .plan_runs import KINDS, Bench
 
@@ -63,11 +63,13 @@ def layouts(
     adapter, bits = METHODS[method]
     spreads = [(name, 1) for name in STRATEGIES if name not in TOGETHER and not name.endswith(ON_DISK)]
     spreads += [(name, size) for name in TOGETHER for size in range(2, processes + 1) if processes % size == 0]
+    heads = MODELS[model]["num_attention_heads"], MODELS[model]["num_key_value_heads"]
     found = []
     for strategy, context in spreads:
         setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", context=context)
-        exchanges_too_few = strategy == "ulysses" and MODELS[model]["num_key_value_heads"] % context
-        if exchanges_too_few or world_sizes_problem(strategy, processes, context) or refusal(setting.cell):
+        if world_sizes_problem(strategy, processes, context) or refusal(setting.cell):
+            continue
+        if heads_problems(strategy, context, *heads):
             continue
         ways = [
             replace(
@@ -102,7 +104,9 @@ def record(
             break
         if not known["gpus"] or predicted["verdict"] != "does not fit":
             try:
-                measured = measure(case)
+                measured = {
+                    key: figure for key, figure in measure(case).items() if known["gpus"] or not _is_memory(key)
+                }
             except RuntimeError as error:
                 measured = {"outcome": "failed", "why": str(error)}
         setting = case.setting
@@ -124,6 +128,11 @@ def record(
         found.append(line)
         print(f"{case.name}: {_outcome(line)}", flush=True)
     return found
+
+
+def _is_memory(key: str) -> bool:
+    """Whether a figure is of a GPU's memory."""
+    return key.endswith(("_gib", "_gib_at_start"))
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
@@ -225,12 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="in which runs begin (default: 60)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="show what is recorded, and measure nothing")
-    options = parser.parse_args(arguments)
-    try:
-        return _answer(options)
-    except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
+    return answered(_answer, parser.parse_args(arguments))
 
 
 def _answer(options: argparse.Namespace) -> int:

@@ -207,9 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="one tiny run on the CPU")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"in which runs begin (default: {MINUTES:g})")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    return answered(_answer, parser.parse_args(arguments))
+
+
+def answered(answer: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The exit code of a command: 2, with its problems on the screen, for what can be put right."""
     try:
-        return _answer(options)
+        return answer(options)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2

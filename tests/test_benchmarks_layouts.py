@@ -26,8 +26,9 @@ def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_
     found = every()
     assert len({case.name for case in found}) == len(found)
     expected = {name for name in STRATEGIES if name not in ("single", "zero3_nvme", "cp", "ulysses")}
-    # the model has two key heads, over which ulysses spreads a row at most
-    assert {case.setting.launched for case in found} == expected | {"cp 2", "cp 4", "ulysses 2"}
+    # ulysses shares four heads among as many processes, though there are two of keys and values
+    assert {case.setting.launched for case in found} == expected | {"cp 2", "cp 4", "ulysses 2", "ulysses 4"}
+    assert "ulysses 8" not in {case.setting.launched for case in every(processes=8)}
     for name in {case.setting.launched for case in found}:
         ways = {(c.setting.row_tokens, c.setting.recomputes) for c in found if c.setting.launched == name}
         assert ways == {(length, how) for length in (256, 512) for how in ("none", "full")}
@@ -97,3 +98,5 @@ def test_a_layout_that_spreads_rows_is_measured_as_that_layout(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     assert [line["layout"] for line in lines] == ["cp 2", "cp 2"]
     assert all(line["measured"]["tokens_of_a_step"] == 2 * 256 for line in lines)
+    if not lines[0]["gpus"]:
+        assert not {"allocated_gib", "free_gib_at_start"} & set(lines[0]["measured"])  # which nobody measured
