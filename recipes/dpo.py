@@ -63,10 +63,8 @@ def main(cfg: Config) -> RunResult:
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate * group["lr_scale"]
             know_reference_point(learnt, session, batch)  # of kto
-            losses = [
-                backward(session.accelerator, model, learnt.loss_sum, micro_batch, divide_by=batch.rows)
-                for micro_batch in session.micro_batches(batch)
-            ]
+            micro_batches = session.micro_batches(batch)
+            losses = backward(session.accelerator, model, learnt.loss_sum, micro_batches, divide_by=batch.rows)
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)
             session.close_step(step, batch, losses, grad_norm, rate)  # saved, evaluated, ended on a signal
         return session.finish()

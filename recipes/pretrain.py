@@ -63,10 +63,10 @@ def main(cfg: Config) -> RunResult:
             rate = learning_rate(step, batches.steps, cfg.train)
             for group in optimizer.param_groups:  # before backward: DeepSpeed steps inside it
                 group["lr"] = rate * group["lr_scale"]
-            losses = [
-                backward(session.accelerator, model, learnt.loss_sum, micro_batch, divide_by=batch.trained_tokens)
-                for micro_batch in session.micro_batches(batch)
-            ]
+            micro_batches = session.micro_batches(batch)
+            losses = backward(
+                session.accelerator, model, learnt.loss_sum, micro_batches, divide_by=batch.trained_tokens
+            )
             grad_norm = step_if_finite(session.accelerator, model, optimizer, cfg.train.max_grad_norm)
             session.close_step(step, batch, losses, grad_norm, rate)  # saved, evaluated, ended on a signal
         return session.finish()

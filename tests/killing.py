@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from launching import Launch, LaunchServer
+from parity import data_processes
 from safetensors.torch import load_file
 
 from finetune import checkpoint
@@ -267,8 +268,9 @@ class Trial:
         last: dict[int, list[str]] = {}
         for launch in self.starts:
             trained: dict[int, list[str]] = defaultdict(list)
+            sharing = data_processes(launch.strategy, launch.processes)  # the first stage of a pipeline, if it is one
             for event in launch.events():
-                if "trains" in event:
+                if "trains" in event and event["rank"] < sharing:
                     trained[event["during"]] += event["trains"]
             for step, rows in trained.items():
                 places = global_batch(step, global_batch_size=ROWS_PER_STEP, **order)

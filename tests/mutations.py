@@ -66,12 +66,14 @@ def through_a_data_loader(config: Any, sync_with_dataloader: bool) -> Iterator[N
 
     norms: list[float] = []
 
-    def backward(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = step.backward(accelerator, model, *args, **kwargs)
-        if accelerator.sync_gradients:
-            (optimizer,) = accelerator._optimizers
-            norms.append(step.step_if_finite(accelerator, model, optimizer, config.train.max_grad_norm))
-        return loss
+    def backward(accelerator: Any, model: Any, loss_sum: Any, micro_batches: Any, **kwargs: Any) -> list[torch.Tensor]:
+        losses = []
+        for micro_batch in micro_batches:
+            losses += step.backward(accelerator, model, loss_sum, [micro_batch], **kwargs)
+            if accelerator.sync_gradients:
+                (optimizer,) = accelerator._optimizers
+                norms.append(step.step_if_finite(accelerator, model, optimizer, config.train.max_grad_norm))
+        return losses
 
     with (
         mock.patch.object(sft, "backward", backward),

@@ -7,8 +7,8 @@ FP32_TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5}
 BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
 """Losses are between 4 and 6, gradient norms between 1 and 2; bf16 has 8 significant bits."""
 
-TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme", "cp", "ulysses")
-FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses")
+TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme", "cp", "ulysses", "pp")
+FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp")
 LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
 
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.2}
@@ -20,8 +20,8 @@ ROWS_PER_STEP = 16
 
 
 def data_processes(strategy: str, world_size: int) -> int:
-    """Processes, or groups of them, that compute different rows: two of cp and ulysses share theirs."""
-    return world_size // 2 if strategy in ("cp", "ulysses") else world_size
+    """Processes, or groups of them, that compute different rows: two of cp, ulysses and pp share theirs."""
+    return world_size // 2 if strategy in ("cp", "ulysses", "pp") else world_size
 
 
 def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -48,6 +48,11 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
     if strategy in ("single", "ddp"):
         assert seen["model_class"] == ("LlamaForCausalLM" if strategy == "single" else "DistributedDataParallel")
         assert seen["share_held"] == 1
+        return
+    if strategy == "pp":  # two stages
+        assert seen["model_class"] == "LlamaForCausalLM"
+        assert seen["layers_held"] == seen["layers"] / 2
+        assert seen["share_held"] < 0.9
         return
     shards = world_size // 2 if strategy == "hsdp" else world_size
     assert abs(seen["share_held"] - 1 / shards) < 0.02

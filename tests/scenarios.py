@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from finetune import distributed
+from finetune.models.recomputation import layers_of
 
 STEPS, PROVEN_STEPS = 10, 20
 """Optimizer steps of a run: conftest sets them for each file, to as many as proofs are recorded with or half."""
@@ -75,6 +76,8 @@ def train(config: Any) -> dict[str, Any]:
             stage=model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None,
             offload=_offload(model),
             share_held=sharding.held_bytes / sharding.total_bytes,
+            layers=len(layers_of(model)),
+            layers_held=sum(_is_held(each) for each in layers_of(model)),
         )
         return model, optimizer
 
@@ -87,12 +90,18 @@ def train(config: Any) -> dict[str, Any]:
     return seen
 
 
+def _is_held(layer: Any) -> bool:
+    """Whether a process has all of a layer's weights, and not just their names."""
+    return all(each.device.type != "meta" for each in layer.parameters())
+
+
 def _digest(model: Any) -> str:
     """Of the weights that this process holds, bit by bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        digest.update(held.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        if held.device.type != "meta":  # of another stage
+            digest.update(held.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

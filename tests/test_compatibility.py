@@ -54,7 +54,7 @@ def test_the_table_covers_every_strategy_file_and_every_choice_of_the_configurat
     assert set(OPTIMIZERS) == set(sections.Train.model_fields["optimizer"].annotation.__args__)
     assert set(ADAPTERS) == set(sections.Adapter.model_fields["type"].annotation.__args__)
     assert {bits or "none" for bits in BITS} == set(sections.Quantization.model_fields["bits"].annotation.__args__)
-    assert len(CELLS) == len(set(CELLS)) == 12 * 3 * 3 * 6
+    assert len(CELLS) == len(set(CELLS)) == len(STRATEGIES) * 3 * 3 * 6
 
 
 def test_what_users_come_for_is_not_refused():
@@ -62,7 +62,7 @@ def test_what_users_come_for_is_not_refused():
         assert {bits for s, bits, adapter, optimizer in TRAINED if s == strategy and adapter == "lora"} >= {None, 4}
     counts = Counter(cell.strategy for cell in TRAINED)
     assert min(counts.values()) >= 4
-    assert counts["single"] == counts["ddp"] == max(counts.values()) == 36
+    assert counts["single"] == counts["ddp"] == counts["pp"] == max(counts.values()) == 36
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ if sys.platform != "linux":
 
 FULL: list[str] = []
 LORA = ["--adapter.type", "lora", "--adapter.rank", "4", "--adapter.dropout", "0.3"]
-LAUNCHES = [("single", 1, LORA), ("ddp", 2, LORA), ("fsdp2", 2, FULL), ("zero2", 2, FULL)]
+LAUNCHES = [("single", 1, LORA), ("ddp", 2, LORA), ("fsdp2", 2, FULL), ("zero2", 2, FULL), ("pp", 2, FULL)]
 KILLS = {
     "single": [(signal.SIGKILL, "one rank", "completed"), (signal.SIGINT, "everyone", "step")],
     "ddp": [
@@ -34,6 +34,11 @@ KILLS = {
         (signal.SIGKILL, "everyone", "completed"),
         (signal.SIGUSR1, "one rank", "step"),
         (signal.SIGTERM, "all ranks", "written"),
+    ],
+    "pp": [
+        (signal.SIGKILL, "one rank", "step"),
+        (signal.SIGTERM, "all ranks", "completed"),
+        (signal.SIGKILL, "all ranks", "written"),
     ],
 }
 

@@ -11,7 +11,12 @@ from finetune.training.meter import Meter
 
 def test_utilisation_counts_the_tokens_of_rows_and_trained_ones_and_throughput_all_positions():
     meter = Meter(
-        Accelerator(cpu=True), flops=TrainingFlops(1e6, 1e5), peak_flops=1e9, max_bad_steps=5, last_checkpoint=str
+        Accelerator(cpu=True),
+        shares=[0],
+        flops=TrainingFlops(1e6, 1e5),
+        peak_flops=1e9,
+        max_bad_steps=5,
+        last_checkpoint=str,
     )
     (metrics,) = meter.update(
         step=1,

@@ -9,6 +9,7 @@ import pytest
 import scenarios
 import tiny
 import torch
+from parity import data_processes
 from safetensors.torch import load_file
 
 from finetune import distributed
@@ -17,7 +18,18 @@ from finetune.errors import RunStopped
 from finetune.training import loss
 from finetune.training.step import scaled
 
-LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+LAUNCHES = [
+    ("single", 1),
+    ("ddp", 2),
+    ("fsdp2", 2),
+    ("zero1", 2),
+    ("zero2", 2),
+    ("zero3", 2),
+    ("zero3_offload", 2),
+    ("pp", 2),
+]
+OF_LOSSES = [("single", 1), ("fsdp2", 2), ("zero3", 2), ("cp", 2), ("pp", 4)]
+"""Each process has the losses of rows of its own, or of a part of them, or none."""
 ROWS = 8
 CONSTANT = {"train__schedule": "constant", "train__warmup_ratio": 0.0, "train__micro_batch_size": 2}
 
@@ -32,7 +44,7 @@ def with_gradients_of_nan(loss: torch.Tensor) -> torch.Tensor:
 
 
 def train_with(spoil: Callable[[torch.Tensor], torch.Tensor], calls_to_spoil: set[int], config: Any) -> dict[str, Any]:
-    """Run the recipe; the losses of these calls are spoiled, on the last process only. The memory check is call 0."""
+    """Run the recipe; the losses of these calls are spoiled, on the last process only. The memory check comes first."""
     original, calls = loss.token_loss_sum, iter(range(10**6))
     strategy = distributed.Strategy.from_environment()
     is_last = strategy.rank == strategy.world_size - 1
@@ -59,13 +71,14 @@ def rows_of_step(step: int, conversations: Path, micro_batch_size: int) -> list[
 @pytest.mark.parametrize(
     ("strategy", "world_size", "spoil"),
     [(*launch, with_gradients_of_nan) for launch in LAUNCHES]
-    + [(*launch, infinite_with_finite_gradients) for launch in [("single", 1), ("fsdp2", 2), ("zero3", 2)]],
+    + [(*launch, infinite_with_finite_gradients) for launch in OF_LOSSES],
 )
 def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_next_one_trains(
     strategy: str, world_size: int, spoil: Any, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    calls_a_step = ROWS // 2 // world_size
-    of_second_step = {1 + calls_a_step}  # the first of its micro-batches
+    sharing = data_processes(strategy, world_size)
+    calls_before = 2 if strategy == "pp" else 1  # of the memory check, which fills both stages
+    of_second_step = {calls_before + ROWS // 2 // sharing}  # the first of its micro-batches
     run = functools.partial(scenarios.configuration, model_folder, conversations, tmp_path / "run", **CONSTANT)
     weights, metrics = {}, {}
     for name, steps, spoiled_calls in [("one", 1, set()), ("two", 2, of_second_step), ("three", 3, of_second_step)]:
@@ -84,7 +97,7 @@ def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_
     assert "not_finite" not in third
     assert third["loss"] < 7
     rows = rows_of_step(2, conversations, micro_batch_size=2)
-    rows = rows[2 * world_size - 2 : 2 * world_size] if of_loss else rows
+    rows = rows[2 * sharing - 2 : 2 * sharing] if of_loss else rows
     assert second["rows"] == [f"{conversations}:{row + 1}" for row in rows]
 
 

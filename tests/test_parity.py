@@ -59,10 +59,10 @@ def run(ranks: Any, model_folder: Path, conversations: Path, tmp_path_factory: p
         everyone = group.run(scenarios.train, config, strategy=strategy, mixed_precision=mixed_precision)
         for seen in everyone:
             assert_really_active(seen, strategy, world_size)
-        if strategy in ("ddp", "hsdp"):  # replicas are equal to the bit
-            shards = world_size // 2 if strategy == "hsdp" else 1
-            for rank, seen in enumerate(everyone):
-                assert seen["weights_held"] == everyone[rank % shards]["weights_held"]
+        half = world_size // 2
+        for rank, seen in enumerate(everyone):
+            same = {"ddp": 0, "hsdp": rank % half, "pp": rank // half * half}.get(strategy, rank) if half else rank
+            assert seen["weights_held"] == everyone[same]["weights_held"], "replicas differ"  # to the bit
         train.weights = load_file(folder / "run" / "final" / "model.safetensors")
         return scenarios.read_metrics(folder / "run")
 

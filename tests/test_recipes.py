@@ -32,7 +32,9 @@ POINTS = [
 ]
 TOGETHER = [
     (recipe, *launch, method)
-    for recipe, launch, method in product(RECIPES, [("cp", 2), ("ulysses", 2), ("cp", 4)], METHODS)
+    for recipe, launch, method in product(
+        RECIPES, [("cp", 2), ("ulysses", 2), ("cp", 4), ("pp", 2), ("pp", 4)], METHODS
+    )
     if recipe.name in ("sft", "pretrain")
 ]
 """Where several processes compute each row: answers that are compared are refused there."""
@@ -41,7 +43,8 @@ FIRST = [
     (recipe, *launch, list(METHODS)[(i + j) % len(METHODS)])  # each method under each strategy, and with each recipe
     for (i, recipe), (j, launch) in product(enumerate(RECIPES), enumerate(KEPT))
 ]
-FIRST += [each for each in TOGETHER if each[1:] in (("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"))]
+SHARED_FIRST = [("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"), ("pp", 2, "qlora"), ("pp", 4, "full")]
+FIRST += [each for each in TOGETHER if each[1:] in SHARED_FIRST]
 CHAIN = ["fsdp2", "zero3", "ddp", "zero2"]
 
 

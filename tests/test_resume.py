@@ -30,8 +30,9 @@ LAUNCHES = [
     ("zero3", 2),
     ("zero3", 4),
     ("cp", 2),
+    ("pp", 2),
 ]
-ADAPTER_LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)]
+ADAPTER_LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("pp", 2)]
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter__type": "lora", "adapter__rank": 4},

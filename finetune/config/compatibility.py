@@ -21,6 +21,7 @@ STRATEGIES = (
     "zero3_nvme",
     "cp",
     "ulysses",
+    "pp",
 )
 TOGETHER = {"cp": "cp_size", "ulysses": "sp_size"}
 """Strategies under which several processes compute each row together, and the launch file's key for how many."""
@@ -81,7 +82,7 @@ RULES = (
         "zero3_offload.",
     ),
     Rule(
-        lambda c: c.optimizer == "adafactor" and c.strategy not in ("single", "ddp"),
+        lambda c: c.optimizer == "adafactor" and c.strategy not in ("single", "ddp", "pp"),
         "Adafactor needs whole matrices, but {strategy} gives each process only a part of them; set "
         "train.optimizer to adamw_8bit, or use the strategy file ddp.",
     ),
@@ -155,6 +156,45 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
         f"{strategy} has its own attention; set model.attention to auto, {instead}.": attention != "auto",
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def pipeline_problems(strategy: str, *, embedding_noise: bool, paired: bool, precision: str) -> list[str]:
+    """Why the processes of a launch cannot be the stages of a pipeline.
+
+    Args:
+        embedding_noise: noise is added to embeddings.
+        paired: answers are compared with one another.
+        precision: the launch's mixed precision.
+    """
+    if strategy != "pp":
+        return []
+    found = {
+        "pp sends a row through the model once, and a preference compares models; use the strategy file fsdp2.": paired,
+        "pp fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to 0, or use "
+        "the strategy file fsdp2.": embedding_noise,
+        "pp does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
+def stage_problems(model: str, layers: int, stages: int) -> list[str]:
+    """Why a model's layers cannot be divided into the stages of a pipeline, as a sentence.
+
+    Args:
+        model: its class.
+        layers: by ``models.pipeline_stages.units_of``; 0 where they are not one list.
+    """
+    if stages == 1 or layers >= stages:
+        return []
+    if not layers:
+        return [
+            f"pp passes rows from layer to layer, but {model} is more than one list of layers; use the strategy file "
+            "fsdp2."
+        ]
+    return [
+        f"pp was launched with {stages} stages, but the model has {layers} layer{'s' if layers > 1 else ''}; set "
+        "--megatron_lm_pp_degree to as many or fewer, or use the strategy file fsdp2."
+    ]
 
 
 def spread_problems(reasons: Sequence[str]) -> list[str]:

@@ -1,11 +1,12 @@
-"""DDP, FSDP2 and DeepSpeed ZeRO: the only room that knows them by name.
+"""DDP, FSDP2, DeepSpeed ZeRO and pipelines: the only room that knows them by name.
 
 ``strategy`` (the launch, and whether it can work), ``gpus`` (GPUs of the launch), ``setup`` (process group,
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
-processes compute together), ``flat_shards`` (which elements of a parameter a process holds, and where),
-``sharded_state`` (weights and optimizer state as such shards, as checkpoints store them), ``weight_copies`` (in 16
-bits, which single and ddp compute with), ``averaged_weights`` (averages in the place of the weights, for a while),
+processes compute together), ``pipeline`` (one stage of a model's layers), ``pipeline_step`` (micro-batches on their way
+through the stages), ``flat_shards`` (which elements of a parameter a process holds, and where), ``sharded_state``
+(weights and optimizer state as such shards, as checkpoints store them), ``weight_copies`` (in 16 bits, which single,
+ddp and pp compute with), ``averaged_weights`` (averages in the place of the weights, for a while),
 ``remembered_weights`` (the trained weights of the beginning, to compute with), ``loss_scale`` (of fp16, to resume
 with), ``interruption`` (signals, lost processes), ``heartbeat`` (lost machines), ``long_timeout`` (collectives that
 wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once), ``built_operations`` (whether they are built),
@@ -22,7 +23,7 @@ launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32
 norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
-part       single, ddp                 fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
+part       single, ddp, pp             fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16
@@ -49,6 +50,7 @@ from finetune.distributed.gpus import machines_of
 from finetune.distributed.interruption import Interruption, name_of
 from finetune.distributed.long_timeout import long_timeout_gather, main_process_writes
 from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
+from finetune.distributed.pipeline import Pipeline, pipeline_of, trained_everywhere
 from finetune.distributed.remembered_weights import RememberedWeights
 from finetune.distributed.setup import finish, leave, prepare, start
 from finetune.distributed.sharded_state import (
@@ -81,6 +83,7 @@ __all__ = [
     "WEIGHTS",
     "Interruption",
     "Piece",
+    "Pipeline",
     "RememberedWeights",
     "Strategy",
     "active_name",
@@ -106,6 +109,7 @@ __all__ = [
     "optimizer_steps",
     "peak_flops_of",
     "pieces",
+    "pipeline_of",
     "precision_problem",
     "prepare",
     "prepare_import",
@@ -116,6 +120,7 @@ __all__ = [
     "shared",
     "start",
     "sync_compute_weights",
+    "trained_everywhere",
     "trained_shapes",
     "was_restarted",
     "whole_weights",

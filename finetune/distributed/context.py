@@ -59,4 +59,6 @@ def share_of(micro_batch: Any, group: Any, strategy: Strategy, device: torch.dev
         "context_share": share,
     }
     next_tokens = take(next_tokens_1T, filler=IGNORED)
-    return (next_tokens, own_inputs) if is_pair else micro_batch.shared(take, next_tokens, own_inputs)
+    if is_pair:
+        return next_tokens, own_inputs
+    return micro_batch.shared(take, next_tokens, own_inputs, counts=share.is_first)

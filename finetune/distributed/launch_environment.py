@@ -35,7 +35,7 @@ def launch_environment(
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         environment = accelerate_environment.prepare_deepspeed_cmd_env(args)[1]
-    elif args.use_fsdp or args.multi_gpu:
+    elif args.use_fsdp or args.multi_gpu or args.use_megatron_lm:
         environment = accelerate_environment.prepare_multi_gpu_env(args)
     else:
         environment = accelerate_environment.prepare_simple_launcher_cmd_env(args)[1]

@@ -26,6 +26,7 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
+from finetune.distributed.pipeline import pipeline_of, trained_everywhere
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
 from finetune.distributed.weight_copies import compute_with_copies
@@ -82,10 +83,12 @@ def start(
     buffer_elements = largest_parameter() if strategy.name.endswith("_nvme") else 0
     if strategy.rehearsal and (strategy.is_fsdp or strategy.is_deepspeed):
         _join_over_gloo(strategy)
+    if strategy.stages > 1:  # Accelerate would look for Megatron-LM
+        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "false"
     accelerator = Accelerator(
         # bf16 weights are computed with as they are: nothing to cast, no master to keep
         mixed_precision="no" if weights == "bf16" and not strategy.is_deepspeed else strategy.mixed_precision,
-        cpu=strategy.rehearsal and strategy.name in ("single", "ddp"),
+        cpu=strategy.rehearsal and strategy.name in ("single", "ddp", "pp"),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation,
             # the default ends accumulation early at the end of a data loader and shifts the gradient of that step
@@ -97,6 +100,8 @@ def start(
         # otherwise it keeps every gradient twice
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+    if strategy.stages > 1:
+        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # for a run that follows in this process
     if strategy.is_fsdp:
         _configure_fsdp(accelerator, strategy, weights)
     if strategy.is_deepspeed:
@@ -232,16 +237,21 @@ def prepare(
         RuntimeError: if the active strategy is not the requested one.
     """
     if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        with trained_everywhere(model):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
         dtype = compute_dtype(strategy, weights)
-        if strategy.name in ("single", "ddp") and dtype != torch.float32:
+        if strategy.name in ("single", "ddp", "pp") and dtype != torch.float32:
             compute_with_copies(model, dtype)
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
     with _without_chatter():
-        model, optimizer = accelerator.prepare(model, optimizer)
+        if pipeline := pipeline_of(model):
+            pipeline.place(model)
+            optimizer = accelerator.prepare(optimizer)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
     prove_active(accelerator, strategy, model, optimizer)
     keep_averages(inner_optimizer(model, optimizer))  # now: Accelerate may have put another one in its place
     return model, optimizer

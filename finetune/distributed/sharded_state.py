@@ -19,6 +19,7 @@ import torch
 
 from finetune.compat.deepspeed_private import drop_gathered_weights, in_memory, step_partition, write_compute_weights
 from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
+from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of, reshard
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
@@ -59,18 +60,22 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         model, optimizer: as ``prepare`` returned them.
     """
     reshard(model)
+    pipeline = pipeline_of(model)
     inner = inner_optimizer(model, optimizer)
     for shard in flat_shards(strategy, model, values=True):
         first, end = shard.offset, shard.offset + shard.count
         values = _flat(shard.holder)[first:end]
-        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values)
+        writes = pipeline is None or pipeline.owns(shard.name)
+        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, writes=writes)
         state = state_of(inner, shard.holder)
         for key, value in state.items():
             if key not in LEFT_OUT:
-                yield _state_piece(strategy, shard, key, value, blockwise=f"absmax{key[-1]}" in state)
+                yield _state_piece(strategy, shard, key, value, blockwise=f"absmax{key[-1]}" in state, writes=writes)
 
 
-def _state_piece(strategy: Strategy, shard: FlatShard, key: str, value: torch.Tensor, *, blockwise: bool) -> Piece:
+def _state_piece(
+    strategy: Strategy, shard: FlatShard, key: str, value: torch.Tensor, *, blockwise: bool, writes: bool
+) -> Piece:
     """One tensor of optimizer state: one element per weight, one per block, or a shape of its own."""
     name, shape, begin, flat = f"optimizer/{key}/{shard.name}", shard.shape, shard.begin, _flat(value)
     first, end = shard.offset, shard.offset + shard.count
@@ -84,13 +89,18 @@ def _state_piece(strategy: Strategy, shard: FlatShard, key: str, value: torch.Te
     if blockwise and not shard.keeps_blocks:
         name += f"@{strategy.name}, {strategy.world_size} processes, shard {strategy.shard}"
         shape, begin = (end - first,), 0
-    return _piece(strategy, name, shape, begin, flat[first:end])
+    return _piece(strategy, name, shape, begin, flat[first:end], writes=writes)
 
 
-def _piece(strategy: Strategy, name: str, shape: tuple[int, ...], begin: int, values: torch.Tensor) -> Piece:
+def _piece(
+    strategy: Strategy, name: str, shape: tuple[int, ...], begin: int, values: torch.Tensor, *, writes: bool = True
+) -> Piece:
     """The processes that hold the same shard write equal parts of it."""
     replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
-    first, end = (values.numel() * number // replicas for number in (replica, replica + 1))
+    if strategy.stages > 1:
+        replicas, replica = strategy.data_processes, strategy.rank % strategy.data_processes
+    written = values.numel() if writes else 0
+    first, end = (written * number // replicas for number in (replica, replica + 1))
     return Piece(name, shape, begin, values, (first, end))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import local_shard
 from finetune.units import size_text
@@ -26,15 +27,21 @@ class Sharding:
     held_bytes: int
     """Of it on this process."""
     constants_bytes: int
-    """Quantisation constants of 4-bit weights, which every process holds in full."""
+    """Quantisation constants of 4-bit weights, which every process holds in full; in a pipeline, of its layers."""
+    layers: int | None = None
+    """Of a pipeline's stage: ``shards`` is the number of stages then, whose shares are not equal."""
+    share_bytes: int | None = None
+    """Of the modules of this stage."""
 
     def problem(self) -> str | None:
         """A sentence if this process holds more than its share; shards are padded to equal sizes."""
-        share = self.total_bytes / self.shards
-        if self.held_bytes <= 1.1 * share + 16384 * self.shards:
+        share = self.total_bytes / self.shards if self.share_bytes is None else self.share_bytes
+        room = 1.1 * share + 16384 * self.shards if self.share_bytes is None else share
+        if self.held_bytes <= room:
             return None
+        each = f"each of {self.shards} processes" if self.layers is None else f"a stage of {self.layers} layers"
         return (
-            f"{self.what} take {size_text(self.total_bytes)}, of which each of {self.shards} processes should hold "
+            f"{self.what} take {size_text(self.total_bytes)}, of which {each} should hold "
             f"{size_text(share)}, but this one holds "
             f"{size_text(self.held_bytes)}; nothing was trained. Please report this."
         )
@@ -42,19 +49,27 @@ class Sharding:
     def describe(self) -> str:
         """One line for the run's output."""
         line = f"{self.what} on this process: {size_text(self.held_bytes)}"
-        line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
+        if self.layers is not None:
+            line += f" of {size_text(self.total_bytes)}, {self.layers} layers in a pipeline of {self.shards} stages"
+        else:
+            line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
         beside = f"; plus {size_text(self.constants_bytes)} of quantisation constants"
         return line + (beside if self.constants_bytes else "")
 
     def record(self) -> dict[str, Any]:
         """For run.yaml."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Sharding:
     """Measure what this process holds of a prepared model and optimizer."""
     parameters: list[Any] = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    if pipeline := pipeline_of(model):
+        total = sum(each.nbytes for name, each in model.named_parameters() if name in pipeline.names)
+        held_bytes = _bytes([each for each in parameters if each.device.type != "meta"])
+        own = _bytes([each for module in pipeline.modules for each in module.parameters()])
+        return Sharding("weights", strategy.stages, total, held_bytes, _constants(model), pipeline.layers, own)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk

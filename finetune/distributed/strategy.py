@@ -32,6 +32,8 @@ class Strategy:
     """No GPU found: the same classes run on the CPU."""
     context: int = 1
     """Processes that compute each row together: the number in the launch file for cp and ulysses."""
+    stages: int = 1
+    """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp."""
     parent: int = field(default_factory=os.getppid, compare=False)
     """The process that started this one, when the launch was read."""
 
@@ -42,7 +44,7 @@ class Strategy:
         Raises:
             InputError: if the launch is not supported.
         """
-        environ, replicas = os.environ, 1
+        environ, replicas, stages = os.environ, 1, 1
         together, context = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
@@ -53,6 +55,8 @@ class Strategy:
             name += "_offload" if offload else ""
         elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             name = _zero_name()
+        elif environ.get("ACCELERATE_USE_MEGATRON_LM") == "true":
+            name, stages = "pp", _stages()
         else:
             name = "ddp" if "LOCAL_RANK" in environ else "single"
         rehearsal = not torch.cuda.is_available()
@@ -64,22 +68,33 @@ class Strategy:
             mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION") or native_precision(),
             rehearsal=rehearsal,
             context=context,
+            stages=stages,
         )
 
     @property
     def data_processes(self) -> int:
         """Processes, or groups of them, that compute different rows."""
-        return max(1, self.world_size // self.context)
+        return max(1, self.world_size // self.context // self.stages)
 
     @property
     def data_share(self) -> dict[str, int]:
         """Which rows this process computes, as for ``data.sampler.micro_batches``."""
-        return {"rank": self.rank // self.context, "world_size": self.data_processes}
+        return {"rank": self.shares[self.rank], "world_size": self.data_processes}
+
+    @property
+    def shares(self) -> list[int]:
+        """Which share of the rows each process computes: those of a row have the same."""
+        return [rank // self.context % self.data_processes for rank in range(self.world_size)]
+
+    @property
+    def stage(self) -> int:
+        """Which part of the layers this process has."""
+        return self.rank // self.data_processes if self.stages > 1 else 0
 
     @property
     def shards(self) -> int:
         """Processes over which the optimizer's state is split."""
-        return 1 if self.name in ("single", "ddp") else self.world_size // self.replicas
+        return 1 if self.name in ("single", "ddp", "pp") else self.world_size // self.replicas
 
     @property
     def shard(self) -> int:
@@ -141,6 +156,20 @@ def _together() -> tuple[str, int]:
     return name, sizes[name]
 
 
+def _stages() -> int:
+    """Of the pipeline.
+
+    Raises:
+        InputError: if it is asked for with what it does not work with.
+    """
+    if os.environ.get("MEGATRON_LM_TP_DEGREE", "1") != "1":
+        raise InputError("The launch file sets megatron_lm_tp_degree, but layers are not split here; set it to 1.")
+    stages = int(os.environ.get("MEGATRON_LM_PP_DEGREE", "1"))
+    if stages < 2:
+        raise InputError("The launch file asks for a pipeline of one stage; set megatron_lm_pp_degree to 2 or more.")
+    return stages
+
+
 def _flag(name: str) -> str:
     """The launch file's key for how many processes compute a row."""
     return f"parallelism_config_{TOGETHER[name]}"
@@ -185,6 +214,7 @@ def describe(strategy: Strategy) -> str:
     """One line for the run's output."""
     processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
     processes += f", {strategy.context} for each row" if strategy.context > 1 else ""
+    processes += f", {strategy.stages} stages" if strategy.stages > 1 else ""
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
@@ -214,6 +244,11 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         found.append(
             f"{strategy.name} has each row computed by {strategy.context} processes, but it was launched with "
             f"{processes}; launch a multiple of {strategy.context}, or set --{_flag(strategy.name)}."
+        )
+    if processes % strategy.stages:
+        found.append(
+            f"pp has {strategy.stages} stages, but it was launched with {processes} processes; launch a multiple of "
+            f"{strategy.stages}, or set --megatron_lm_pp_degree."
         )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(

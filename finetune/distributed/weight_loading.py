@@ -17,7 +17,7 @@ from finetune.units import GIB
 def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes: int) -> torch.device:
     """Device that quantised weights are read to: the GPU if it has room for all of them.
 
-    FSDP can also shard them from host memory.
+    FSDP can also shard them from host memory, and a pipeline take its layers from there.
 
     Args:
         quantised_bytes: of the whole model; 0 if it is not quantised.
@@ -28,10 +28,11 @@ def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes
     if strategy.rehearsal:
         return accelerator.device
     free = torch.cuda.mem_get_info(accelerator.device)[0]
+    from_host = strategy.is_fsdp or strategy.stages > 1
     needed = 2 * quantised_bytes if strategy.is_fsdp else quantised_bytes  # whole beside its shards, for a moment
     if needed < 0.9 * free:
         return accelerator.device
-    if strategy.is_fsdp:
+    if from_host:
         return torch.device("cpu")
     raise InputError(
         f"{strategy.name} first puts the whole quantised model, {quantised_bytes / GIB:.1f} GiB, on each GPU, but only "

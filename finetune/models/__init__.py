@@ -7,5 +7,6 @@ checkpointing), ``fused`` (norms and gated products), ``rotary`` (queries and ke
 ``weight_files`` (headers, without PyTorch), ``model_config`` (a config.json, without PyTorch), ``weights`` (whether
 they are the model's), ``quantization``, ``adapter``, ``adapter_start`` (what its matrices begin with),
 ``continued_adapter``, ``attention``, ``context_attention`` (rows that several processes compute together),
-``document_attention`` (without a GPU) and ``packing_support`` (documents that lie end to end), ``flops``.
+``document_attention`` (without a GPU) and ``packing_support`` (documents that lie end to end), ``pipeline_stages``
+(which modules each has), ``flops``.
 """

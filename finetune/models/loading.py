@@ -328,6 +328,7 @@ def answers(
     most_tokens: Sequence[int],
     device: torch.device,
     together: bool = False,
+    use_cache: bool = True,
 ) -> list[str]:
     """The most likely continuations, computed in one batch. Collective: sharded layers are gathered.
 
@@ -335,6 +336,7 @@ def answers(
         prompts: tokens up to where the answers begin; shorter ones are padded on the left.
         most_tokens: length of each answer, at most.
         device: where the model computes; offloaded weights lie elsewhere.
+        use_cache: keep the keys and values of earlier positions; else all are computed again for each token.
         together: other processes answer other prompts at the same time; the model runs until the last has ended.
     """
     longest, padding = max(map(len, prompts)), tokenizer.pad_token_id or 0
@@ -348,6 +350,7 @@ def answers(
             do_sample=False,
             pad_token_id=padding,
             synced_gpus=together,
+            use_cache=use_cache,
         )
     return answer_texts(tokenizer, [row[:most] for row, most in zip(output[:, longest:].tolist(), most_tokens)])
 

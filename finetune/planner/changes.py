@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER, bf16_weights_problems
-from finetune.trace.placement import placement_of
+from finetune.config.compatibility import TOGETHER, bf16_weights_problems
+from finetune.trace.placement import PLANNED, placement_of
 from finetune.trace.setting import Setting
 
 LEAST_ROW_TOKENS = 128
@@ -64,7 +64,7 @@ def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads."""
     here = setting.placement
     found = []
-    for strategy in (each for each in STRATEGIES if each not in TOGETHER):
+    for strategy in (each for each in PLANNED if each not in TOGETHER):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)

@@ -97,8 +97,13 @@ def build_optimizer(
     model: Any,
     cfg: sections.Run,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters of a model that is not prepared yet."""
+    """The optimizer over the trained parameters of a model that is not prepared yet.
+
+    Under pp the model has those of this process's stage from here on.
+    """
     train = cfg.train
+    if launch.stages > 1:
+        distributed.Pipeline(model, launch, accelerator.device, distributed.compute_dtype(launch, train.weights))
     return optimizers.build_optimizer(
         model,
         name=train.optimizer,

@@ -114,6 +114,7 @@ def new_record(
     """
     known = {"eval": dataset.figures([held_out])} if held_out else {}
     together = {"processes_of_a_row": launch.context} if launch.context > 1 else {}
+    together |= {"stages": launch.stages} if launch.stages > 1 else {}
     if isinstance(batches, Batches):
         mixes = batches.mixes if isinstance(batches, Staged) else [batches]
         known = {"train": dataset.figures([mix.rows for mix in mixes])} | known
@@ -151,6 +152,16 @@ def _step_of(cfg: sections.Run, launch: distributed.Strategy) -> dict[str, str]:
     return {"stepped_by": "Triton" if steps_in_one_kernel(cfg, launch) else "PyTorch"}
 
 
+def bubble_line(stages: int, micro_batches: int) -> str:
+    """How long the stages of a pipeline wait in a step: until the first micro-batch has come to the last of them, and
+    after the last has left it (arXiv:2104.04473, section 2.2.1)."""
+    share = (stages - 1) / (micro_batches + stages - 1)
+    return (
+        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step for {stages} stages, each of which "
+        f"waits {share:.0%} of it; with more and smaller micro-batches they wait less"
+    )
+
+
 def introduction(
     cfg: sections.Run,
     launch: distributed.Strategy,
@@ -161,6 +172,9 @@ def introduction(
 ) -> list[str]:
     """Lines for the run's output: strategy, rows, plan."""
     lines = [distributed.describe(launch)]
+    if launch.stages > 1:
+        at_a_time = cfg.train.least_micro_batch_size * launch.data_processes
+        lines.append(bubble_line(launch.stages, cfg.train.global_batch_size // at_a_time))
     if cfg.model.random_weights:
         seed = cfg.train.seed
         lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")

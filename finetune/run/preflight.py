@@ -15,7 +15,14 @@ import torch
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
 from finetune.config import adapter_file, sections
-from finetune.config.compatibility import averaging_problems, context_problems, heads_problems, spread_problems
+from finetune.config.compatibility import (
+    averaging_problems,
+    context_problems,
+    heads_problems,
+    pipeline_problems,
+    spread_problems,
+    stage_problems,
+)
 from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
     adapter_init_problems,
@@ -38,6 +45,7 @@ from finetune.models import (
     loading,
     new_tokens,
     packing_support,
+    pipeline_stages,
     quantization,
     recomputation,
     weights,
@@ -74,6 +82,12 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             paired=isinstance(cfg, PairedRun),
             attention=cfg.model.attention,
         )
+        + pipeline_problems(
+            launch.name,
+            paired=isinstance(cfg, PairedRun),
+            embedding_noise=cfg.train.neftune_alpha > 0,
+            precision=launch.mixed_precision,
+        )
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)
@@ -105,6 +119,9 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     )
     skeleton = spec.skeleton
     refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
+    if launch.stages > 1:
+        layers = len(pipeline_stages.units_of(skeleton))
+        refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
     if cfg.adapter.type != "none":

@@ -96,7 +96,7 @@ def write(
     written, is_main = record.as_dict(), accelerator.is_main_process
     if is_main:  # before final/, whose name stands for a run that is finished
         run_files.write_run(folder, written)
-    with distributed.main_process_writes():
+    with distributed.main_process_writes(), distributed.trained_everywhere(model):
         run_files.save_final(
             folder,
             accelerator.unwrap_model(model),

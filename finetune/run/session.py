@@ -179,9 +179,9 @@ class Session:
             RuntimeError: if the strategy that was asked for is not the one that is active.
             InputError: if the heaviest micro-batch does not fit.
         """
-        self.model, self.optimizer = distributed.prepare(
-            self.accelerator, self.launch, model, optimizer, weights=self.cfg.train.weights
-        )
+        known = self.accelerator, self.launch, model, optimizer
+        self.model, self.optimizer = distributed.prepare(*known, weights=self.cfg.train.weights)
+        self.objective = evaluation.known_everywhere(self.objective, self.model)
         sharding = distributed.sharding_of(self.launch, self.model, self.optimizer)
         self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})
         self.screen.say(f"{sum(map(math.prod, self.trained_shapes.values())):,} trained weights; {sharding.describe()}")
@@ -212,8 +212,7 @@ class Session:
             gather=self.interruption.gather,
             expected_bytes=self.checkpoint_bytes,
         )
-        is_main = self.accelerator.is_main_process
-        self.logbook = Logbook(self.folder, self.screen, self.batches, self.trackers, writes=is_main)
+        self.logbook = Logbook(self.folder, self.screen, self.batches, self.trackers, writes=self.launch.rank == 0)
         if self.resumption:
             known = self.accelerator, self.model, self.optimizer, self.batches, self.screen.say
             self.progress = self.resumption.restore(*known, names=self.examination.names)
@@ -233,6 +232,7 @@ class Session:
         """Metrics of the steps that were read with the last one."""
         self.meter = Meter(
             self.accelerator,
+            shares=self.launch.shares,
             flops=self.flops,
             peak_flops=distributed.peak_flops_of(self.accelerator),
             max_bad_steps=self.cfg.train.max_bad_steps,
@@ -380,12 +380,12 @@ class Session:
             known = self.folder, self.launch, self.model, self.optimizer, self.progress, metrics
             metrics = improvement.take_best(*known, averages=self.cfg.train.averages, say=self.screen.say)
         self.record = improvement.recorded(self.record, self.cfg.eval, self.progress, last=last, taken=metrics["step"])
-        known_before = None if self.finished else self.progress.measured  # resumed after its last step
         self.record = result.completed(
             *(self.record, self.progress, self.cfg.eval, self.asked, self.examination.answers()),
             self.tasks,
             metrics,
-            measured=known_before or self.meter.measured(),
+            # resumed after its last step, it has measured nothing
+            measured=(None if self.finished else self.progress.measured) or self.meter.measured(),
             held_bytes=gather_object([distributed.held_bytes(self.model, self.optimizer)]),
         )
         adapter_alone = self.cfg.adapter.type != "none"

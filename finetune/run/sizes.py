@@ -105,6 +105,8 @@ def _plan(
 ) -> RunPlan:
     train = cfg.train
     refuse_if_any(planner_problems(cfg.model.attention))
+    if launch.stages > 1:
+        raise InputError("The planner does not know pipelines yet.")
     if launch.replicas > 1 and launch.replicas != REPLICAS:
         raise InputError(f"The planner does not know {launch.replicas} replicas.")
     left_open: dict[str, Any] = {

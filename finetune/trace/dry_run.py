@@ -188,7 +188,7 @@ def _trace(
         for place_in_step in range(micro_batches):
             gc.collect()
             ledger.begin("forward", micro_batch=place_in_step)
-            step.backward(accelerator, model, loss_sum, micro_batch, divide_by=setting.tokens)
+            step.backward(accelerator, model, loss_sum, [micro_batch], divide_by=setting.tokens)
             ledger.tell([p.grad for p in model.parameters() if p.grad is not None], "gradients")
         if ledger.phase != "step":
             ledger.begin("step")

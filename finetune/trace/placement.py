@@ -7,7 +7,7 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import TOGETHER
+from finetune.config.compatibility import STRATEGIES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
@@ -44,11 +44,15 @@ class Placement:
         return 2 if self.zero_stage == 3 else 1
 
 
+PLANNED = tuple(strategy for strategy in STRATEGIES if strategy != "pp")
+"""Strategies whose steps are traced; a pipeline's are not yet."""
+
+
 def placement_of(strategy: str, world_size: int) -> Placement:
     """The placement of a strategy file on so many processes.
 
     Raises:
-        KeyError: for a strategy that is none of ``compatibility.STRATEGIES``.
+        KeyError: for a strategy that is none of ``PLANNED``.
     """
     n = world_size
     shards = n // REPLICAS

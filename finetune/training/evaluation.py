@@ -1,7 +1,9 @@
 """What a model has learnt: its loss on held-out rows, and its answers to questions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -15,6 +17,7 @@ from finetune.data.encoding import Row
 from finetune.data.prompt_texts import room_problems
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
+from finetune.distributed.pipeline import pipeline_of
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.training import documents
@@ -69,7 +72,8 @@ def evaluate(
     order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=held_out.flat)
     total = torch.zeros((), device=accelerator.device)
     for places in micro_batches(order, micro_batch_size=micro_batch_size, **share):
-        total += objective.loss_sum(model, collate(list(map(held_out.documents, places)), accelerator.device))
+        micro_batch = collate(list(map(held_out.documents, places)), accelerator.device)
+        total += _told(model, partial(objective.loss_sum, model, micro_batch))
     model.train()
     figures = objective.figures()
     mine = torch.stack([each.float() for each in (total, *chain(*figures.values()))])
@@ -77,6 +81,14 @@ def evaluate(
     loss = found / objective.count(rows=len(held_out), tokens=int(held_out.trained_tokens.sum()))
     means = zip(figures, others[::2], others[1::2], strict=True)
     return {"eval_loss": loss} | {f"eval_{name}": of_all / divisor for name, of_all, divisor in means}
+
+
+def known_everywhere(objective: Objective, model: torch.nn.Module) -> Objective:
+    """The same, with figures of the same names on every process: in a pipeline only the last stage knows any."""
+    pipeline, own = pipeline_of(model), objective.figures
+    if pipeline is None or own is dict:
+        return objective
+    return replace(objective, figures=lambda: pipeline.figures(own()))
 
 
 def answers(
@@ -92,19 +104,22 @@ def answers(
     goes on until those of the others have, and one without a question of its own answers another's.
     """
     model.eval()
-    bare, processes = accelerator.unwrap_model(model), accelerator.num_processes
+    bare, pipeline = accelerator.unwrap_model(model), pipeline_of(model)
+    share, processes = _share(accelerator, model)
     positions = models.most_positions(bare.config.get_text_config())
     texts: dict[str, str] = {}
     for batch in _batches(asked, max_new_tokens, processes, positions):
-        own = batch[accelerator.process_index :: processes] or batch[:1]
-        found = models.answers(
-            bare,
-            tokenizer,
-            [question.prompt for question in own],
-            most_tokens=[question.most_tokens(max_new_tokens, positions) for question in own],
-            device=accelerator.device,
-            together=processes > 1,
-        )
+        own = batch[share::processes] or batch[:1]
+        with pipeline.answering() if pipeline else nullcontext():
+            found = models.answers(
+                bare,
+                tokenizer,
+                [question.prompt for question in own],
+                most_tokens=[question.most_tokens(max_new_tokens, positions) for question in own],
+                device=accelerator.device,
+                together=processes > 1,
+                use_cache=pipeline is None or pipeline.caches,
+            )
         texts |= zip((question.name for question in own), found)
     model.train()
     every = dict(gather_object([*texts.items()]))
@@ -145,17 +160,33 @@ def log_probabilities(
     """
     model.eval()
     lengths = np.array([len(row.tokens) for row in rows])
-    processes, size = accelerator.num_processes, max(1, TOKENS_AT_ONCE // int(lengths.max()))
+    (share, processes), size = _share(accelerator, model), max(1, TOKENS_AT_ONCE // int(lengths.max()))
     order = [*range(len(rows)), *[EMPTY] * (-len(rows) % (size * processes))]
     order = dealt_batch(order, lengths, size, flat=flat)
     shares = [micro_batches(order, rank=i, world_size=processes, micro_batch_size=size) for i in range(processes)]
     values = list[torch.Tensor]()
-    for places in shares[accelerator.process_index]:
+    for places in shares[share]:
         own = [NOTHING if place == EMPTY else rows[place] for place in places]
-        values.append(documents.log_probabilities(model, own, accelerator.device, flat=flat))
+        asked = partial(documents.log_probabilities, model, own, accelerator.device, flat=flat)
+        values.append(_told(model, asked, len(own)))
     model.train()
-    found, places = accelerator.gather(torch.stack(values)[None]).cpu().numpy(), np.array(shares)
-    return list(found[places != EMPTY][np.argsort(places[places != EMPTY])].tolist())
+    gathered, every = accelerator.gather(torch.stack(values)[None]), np.array(shares)
+    pipeline = pipeline_of(model)
+    found = (gathered[pipeline.knowing] if pipeline else gathered).cpu().numpy()
+    return list(found[every != EMPTY][np.argsort(every[every != EMPTY])].tolist())
+
+
+def _share(accelerator: Accelerator, model: torch.nn.Module) -> tuple[int, int]:
+    """Which of the shares of all questions this process has, and how many there are."""
+    if pipeline := pipeline_of(model):
+        return pipeline.shares[accelerator.process_index], len(pipeline.knowing)
+    return accelerator.process_index, accelerator.num_processes
+
+
+def _told(model: torch.nn.Module, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
+    """What a function of one forward pass returns; in a pipeline zeros of its shape, but for the last stage."""
+    pipeline = pipeline_of(model)
+    return pipeline.told(function, *shape) if pipeline else function()
 
 
 def questions(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.distributed import pipeline_step
+from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError
 from finetune.training.loss import LossSum
@@ -46,7 +48,10 @@ def check_memory(
         with torch.random.fork_rng(gpus):
             occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
             micro_batch = make_micro_batch()
-            if engine is None:
+            if pipeline := pipeline_of(model):
+                at_once = min(pipeline.stages, accelerator.gradient_accumulation_steps)
+                pipeline_step.backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
+            elif engine is None:
                 accelerator.backward(loss_sum(model, micro_batch) * 0)
             else:  # not as Accelerate does it, for it would step
                 engine.set_gradient_accumulation_boundary(is_boundary=False)

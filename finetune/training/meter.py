@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -49,6 +49,7 @@ class Meter:
         self,
         accelerator: Accelerator,
         *,
+        shares: Sequence[int],
         flops: TrainingFlops,
         peak_flops: float | None,
         max_bad_steps: int,
@@ -57,6 +58,7 @@ class Meter:
     ) -> None:
         """
         Args:
+            shares: which share of the rows each process computes; those that compute rows together have the same.
             flops: of the model, for each token.
             peak_flops: one GPU's FLOP/s, where they are known.
             max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops.
@@ -67,6 +69,7 @@ class Meter:
         self.flops = flops
         self.peak_flops = peak_flops
         self.max_bad_steps, self.last_checkpoint = max_bad_steps, last_checkpoint
+        self.shares = shares
         self.unread: list[tuple[dict[str, Any], torch.Tensor, Moment]] = []
         kinds = ("skipped_steps", "skipped_in_a_row", "bad_steps", "bad_in_a_row", "left_out_steps")
         self.counters = dict.fromkeys(kinds, 0) | (counters or {})
@@ -161,6 +164,9 @@ class Meter:
         numbers = gathered.double()
         grad_norm, peak_memory_gib = numbers[0, -2].item(), numbers[:, -1].max().item()
         losses, figures = numbers[:, :-2].tensor_split([numbers.shape[1] - 2 - 2 * len(known["figures"])], dim=1)
+        # each of those that compute rows together knows a part of their loss
+        shares = torch.tensor(self.shares)
+        losses = losses.new_zeros(len(set(self.shares)), losses.shape[1]).index_add(0, shares, losses)
         bad = self._count_if_bad(known, losses, grad_norm)
         self.counters["left_out_steps"] += bool(bad) or known["skipped"]
         seconds, self.clock = end.since(self.clock), end
@@ -189,7 +195,7 @@ class Meter:
         """What to report of a step that was left out for its figures; empty for a good one.
 
         Args:
-            losses: of shape (processes, micro-batches), in the order in which a global batch is dealt out.
+            losses: of shape (shares of the rows, micro-batches), in the order in which a global batch is dealt out.
 
         Raises:
             RunStopped: after ``max_bad_steps`` of them in a row.

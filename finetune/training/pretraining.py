@@ -68,9 +68,14 @@ class CorpusBatch:
     bytes_S: torch.Tensor
     """Bytes of the trained tokens of each source."""
 
-    def shared(self, take: Callable[..., torch.Tensor], next_tokens: torch.Tensor, inputs: dict[str, Any]) -> Self:
-        """What one of the processes that compute these texts together has of them (see ``distributed.context``)."""
-        counts = inputs["context_share"].is_first
+    def shared(
+        self, take: Callable[..., torch.Tensor], next_tokens: torch.Tensor, inputs: dict[str, Any], *, counts: bool
+    ) -> Self:
+        """What one of the processes that compute these texts together has of them (see ``distributed.context``).
+
+        Args:
+            counts: their bytes are counted here.
+        """
         return replace(
             self,
             next_tokens=next_tokens,

@@ -1,4 +1,4 @@
-"""One optimizer step: ``backward`` for each micro-batch of a process, then ``step_if_finite``.
+"""One optimizer step: ``backward`` for the micro-batches of a process, then ``step_if_finite``.
 
 With 2 processes and 3 micro-batches each, whose losses sum to 4, 6, 2 and 3, 0, 5 nats over 10 trained tokens in all,
 the loss of the step is 20 / 10 = 2 nats a token. Frameworks average over processes and micro-batches, which would give
@@ -6,29 +6,50 @@ the loss of the step is 20 / 10 = 2 nats a token. Frameworks average over proces
 """
 
 import math
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from finetune.distributed import pipeline_step
+from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.training.loss import LossSum
 
 
 def backward(
-    accelerator: Accelerator, model: torch.nn.Module, loss_sum: LossSum, micro_batch: Any, *, divide_by: float
-) -> torch.Tensor:
-    """Add the gradients of one micro-batch to those of the step, reduced over the processes with the step's last one.
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    loss_sum: LossSum,
+    micro_batches: Iterable[Any],
+    *,
+    divide_by: float,
+) -> list[torch.Tensor]:
+    """The gradients of a step, from all micro-batches of this process, reduced over the processes.
 
-    The graph lives in this frame only: some functions hold tensors until it goes, and the optimizer's step comes next.
-    DeepSpeed steps inside it, with the step's last micro-batch; set the learning rate before.
+    Under a pipeline several micro-batches are on their way at a time; else they are computed one after another.
 
     Args:
         divide_by: the trained tokens of the whole step, of all processes and micro-batches.
 
     Returns:
-        The sum of the loss, detached.
+        The sum of the loss of each micro-batch, detached.
+    """
+    if pipeline := pipeline_of(model):
+        return pipeline_step.backward(pipeline, model, loss_sum, micro_batches, partial(scaled, factor=1 / divide_by))
+    return [_backward(accelerator, model, loss_sum, each, divide_by) for each in micro_batches]
+
+
+def _backward(
+    accelerator: Accelerator, model: torch.nn.Module, loss_sum: LossSum, micro_batch: Any, divide_by: float
+) -> torch.Tensor:
+    """Add the gradients of one micro-batch to those of the step, reduced over the processes with the step's last one.
+
+    The graph lives in this frame only: some functions hold tensors until it goes, and the optimizer's step comes next.
+    DeepSpeed steps inside it, with the step's last micro-batch; set the learning rate before.
     """
     with accelerator.accumulate(model):
         loss = loss_sum(model, micro_batch)
@@ -59,7 +80,10 @@ def step_if_finite(
         The norm before clipping, the same on all processes. On a GPU it is waited for: the step's kernels alone are
         launched late, by less than their own time.
     """
-    found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    if pipeline := pipeline_of(model):
+        found = pipeline.clip(model, max_grad_norm or math.inf)
+    else:
+        found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
     if math.isfinite(norm) or accelerator.scaler is not None or engine_of(model) is not None:
         optimizer.step()

@@ -142,7 +142,7 @@ def _measured(
         for _ in range(setting.accumulation):
             micro_batch = batches.collate(rows, accelerator.device, flat=setting.flat)
             divide_by = setting.accumulation * setting.tokens
-            step.backward(accelerator, model, loss.next_token_loss_sum, micro_batch, divide_by=divide_by)
+            step.backward(accelerator, model, loss.next_token_loss_sum, [micro_batch], divide_by=divide_by)
         step.step_if_finite(accelerator, model, optimizer, 1.0)
     if on_gpu:
         torch.cuda.synchronize()

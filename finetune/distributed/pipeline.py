@@ -1,0 +1,239 @@
+"""Pipeline parallelism: each process has some layers, and passes on hidden states, and their gradients back.
+
+The processes of a stage follow one another: of four processes in two stages, ranks 0 and 1 have the first. They are
+replicas, and compute different rows. So gradients are added up within a machine, and hidden states, which are far
+fewer bytes, go between machines.
+
+A stage is the whole model's object, in which modules of other stages pass on what they get: names, configuration and
+the model's own forward stay as they are. Every stage calls the loss; in all but the last the model's forward ends it,
+with what the next stage takes. The loss must call the model once.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from finetune.distributed.strategy import Strategy
+from finetune.errors import InputError
+from finetune.models.pipeline_stages import stages_of
+from finetune.models.recomputation import layers_of
+
+OF_HEAD = ("loss_of_scores", "logits_to_keep")
+"""Arguments of a model's forward that its decoder does not take."""
+
+
+class PassedOn(BaseException):
+    """Ends a loss, with the hidden states that the next stage takes. No ``except Exception`` of a loss stops it."""
+
+    def __init__(self, hidden_BTD: torch.Tensor) -> None:
+        self.hidden_BTD = hidden_BTD
+
+
+class Pipeline:
+    """This process's stage of a model, which from here on has the weights of this stage alone. Collective.
+
+    Args:
+        model: whole, with its adapter, not prepared yet.
+        dtype: in which it computes.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype) -> None:
+        self.stage, self.stages, self.device, self.dtype = strategy.stage, strategy.stages, device, dtype
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
+        width, ranks = strategy.data_processes, range(strategy.world_size)
+        lines = [list(ranks[row::width]) for row in range(width)]
+        self.line_ranks = lines[strategy.rank % width]
+        """The processes that compute the same rows, in the order of their stages."""
+        self.line = [dist.new_group(each) for each in lines][strategy.rank % width]
+        self.ends = [dist.new_group([each[0], each[-1]]) for each in lines][strategy.rank % width]
+        self.replicas = [dist.new_group(list(ranks[first : first + width])) for first in ranks[::width]][self.stage]
+        """The processes that have the same layers."""
+        self.shares = strategy.shares
+        """Of the rows, that of each process."""
+        self.knowing = [each[-1] for each in lines]
+        """The process that knows the loss, for each share of the rows."""
+        self.received: torch.Tensor | None = None
+        """What the next forward pass takes in the place of embeddings."""
+        self.is_scheduled = self._answers = False
+        """Of a forward pass: a schedule hands on what it makes; it is one for answers."""
+        self.names = {name for name, _ in model.named_parameters()}
+        """Of all parameters of the whole model."""
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        self._leave_own(model)
+        own = {name for name, each in model.named_parameters() if each.device.type != "meta"}
+        held: list[Any] = [None] * self.stages
+        dist.all_gather_object(held, own & set(trained), group=self.line)
+        self.owners = {name: min(stage for stage, names in enumerate(held) if name in names) for name in trained}
+        """The stage that counts each trained parameter: the first that has it."""
+        self.shared = [name for name in trained if name in held[0] and name in held[-1]]
+        """Embeddings that are the head's weights too."""
+        self.shells = {name: each for name, each in model.named_parameters() if name in self.owners and name not in own}
+        """Of trained parameters of other stages."""
+        _known[model] = self
+
+    def _leave_own(self, model: Any) -> None:
+        """Make the modules of other stages pass on what they get, and free their weights."""
+        every = stages_of(model, self.stages)
+        self.modules = every[self.stage]
+        """Those of this stage that have weights."""
+        places = {layer: place for place, layer in enumerate(layers_of(model))}
+        self.layers = len(places.keys() & {*self.modules})
+        self.caches = all(hasattr(layer, "self_attn") for layer in places)
+        """Whether answers may keep the keys and values of earlier positions: other layers keep other things."""
+        own = {part for module in every[self.stage] for part in module.modules()}
+        kept = {parameter for module in every[self.stage] for parameter in module.parameters()}
+        for number, modules in enumerate(every):
+            for module in modules if number != self.stage else []:
+                # what enters this stage comes out of the last layer before it, whatever was done to the embeddings
+                is_before = number == self.stage - 1 and module is modules[-1]
+                module.forward = partial(self._pass_on, is_before=is_before, place=places.get(module))
+                for part in (each for each in module.modules() if each not in own):
+                    _free(part, kept)
+        if not self.is_first:
+            model.get_input_embeddings().forward = partial(_nothing, model.config.get_text_config(), self.dtype)
+        whole, base = model.forward, model.base_model
+
+        def forward(**inputs: Any) -> Any:
+            if not self.is_scheduled and not self.is_first:
+                shape = *inputs["input_ids"].shape, model.config.get_text_config().hidden_size
+                self.received = torch.empty(shape, dtype=self.dtype, device=self.device)
+                dist.recv(self.received, self.line_ranks[self.stage - 1], group=self.line)
+            if self.is_last:
+                return self._last_scores(model, whole(**inputs)) if self._answers else whole(**inputs)
+            hidden = base(**{key: value for key, value in inputs.items() if key not in OF_HEAD}).last_hidden_state
+            if not self.is_scheduled:
+                dist.send(hidden.contiguous(), self.line_ranks[self.stage + 1], group=self.line)
+            if self._answers:
+                return self._last_scores(model, None, rows=len(hidden))
+            raise PassedOn(hidden)
+
+        forward.__signature__ = inspect.signature(whole)  # type: ignore[attr-defined]  # generate looks for names in it
+        model.forward = forward
+
+    def _last_scores(self, model: Any, found: Any, *, rows: int = 0) -> CausalLMOutputWithPast:
+        """Scores after the last position of each row, of shape (rows, 1, vocabulary), in every stage."""
+        if found is not None:
+            scores = found.logits[:, -1:].float().contiguous()
+        else:
+            shape = rows, 1, model.config.get_text_config().vocab_size
+            scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+        dist.broadcast(scores, self.line_ranks[-1], group=self.line)
+        return CausalLMOutputWithPast(logits=scores)
+
+    def _pass_on(
+        self,
+        hidden_BTD: torch.Tensor,
+        *_: Any,
+        is_before: bool,
+        place: int | None,
+        past_key_values: Any = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """The forward of a module of another stage; what was received, for the last one before this stage."""
+        if past_key_values is not None and place is not None:  # which asks its layers how many positions there are
+            filler = hidden_BTD.new_zeros(len(hidden_BTD), 1, hidden_BTD.shape[1], 1)
+            past_key_values.update(filler, filler, place)
+        if not is_before:
+            return hidden_BTD
+        received, self.received = self.received, None
+        if received is None:
+            raise InputError("The loss calls the model more than once, which pp does not support; use fsdp2.")
+        return received
+
+    def place(self, model: torch.nn.Module) -> None:
+        """Put what this stage has on its device."""
+        weightless = [each for each in model.modules() if not any(True for _ in each.parameters())]
+        for module in [*self.modules, *weightless]:
+            module.to(self.device)
+
+    @torch.no_grad()
+    def told(self, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
+        """What a function of one forward pass, without gradients, returns in the last stage; zeros of its shape in the
+        others. Collective over the stages."""
+        try:
+            return function()
+        except PassedOn:
+            return torch.zeros(shape, device=self.device)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Within it a forward pass returns the scores of the next tokens in every stage."""
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
+
+    def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of all stages by their common norm, which is returned as it was before."""
+        own = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
+        counted = [each.grad for name, each in own if self.owns(name) and each.grad is not None]
+        square = torch.nn.utils.get_total_norm(counted).to(self.device, torch.float32) ** 2
+        dist.all_reduce(square, group=self.line)
+        norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_([each for _, each in own], max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of each trained parameter of all stages. Collective over the stages."""
+        known = dict(model.named_parameters())
+        for name, owner in self.owners.items():
+            value = known[name].detach()
+            value = value if self.owns(name) else torch.empty_like(value, device=self.device)
+            dist.broadcast(value, self.line_ranks[owner], group=self.line)
+            yield name, value
+
+    def owns(self, name: str) -> bool:
+        """Whether a trained parameter counts as one of this stage: embeddings that are the head's too, of the first."""
+        return self.owners[name] == self.stage
+
+    def figures(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Figures of the loss, which the last stage knows; of the same names with zeros in the others. Collective."""
+        names = [list(found)]
+        dist.broadcast_object_list(names, self.line_ranks[-1], group=self.line)
+        zero = torch.zeros((), device=self.device)
+        return found if self.is_last else dict.fromkeys(names[0], (zero, zero))
+
+
+_known: "weakref.WeakKeyDictionary[torch.nn.Module, Pipeline]" = weakref.WeakKeyDictionary()
+
+
+def pipeline_of(model: torch.nn.Module) -> Pipeline | None:
+    """The pipeline that a model is a stage of."""
+    return _known.get(model)
+
+
+@contextmanager
+def trained_everywhere(model: torch.nn.Module) -> Iterator[None]:
+    """Within it parameters that other stages train are trained ones of this model, too: for the list of a result."""
+    shells = pipeline.shells.values() if (pipeline := pipeline_of(model)) else ()
+    for shell in shells:
+        shell.requires_grad = True
+    yield
+    for shell in shells:
+        shell.requires_grad = False
+
+
+def _nothing(config: Any, dtype: torch.dtype, input_ids: torch.Tensor) -> torch.Tensor:
+    """What is in the place of embeddings where no layer takes them: a model that uses them all the same must not
+    train, and with a loss that is not a number it does not."""
+    return torch.full((*input_ids.shape, config.hidden_size), torch.nan, dtype=dtype, device=input_ids.device)
+
+
+def _free(part: Any, kept: set[torch.nn.Parameter]) -> None:
+    """Leave of a module of another stage the names and shapes of its parameters, but for those kept."""
+    if hasattr(part, "gradient_checkpointing"):
+        part.gradient_checkpointing = False
+    if hasattr(part, "quant_state"):  # of bitsandbytes, which a 4-bit layer holds beside its weight
+        part.quant_state = None
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if parameter not in kept:
+            setattr(part, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))

@@ -1,0 +1,84 @@
+"""Which of a model's modules each stage of a pipeline has."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from finetune.models.recomputation import layers_of
+
+
+def units_of(model: Any) -> list[list[torch.nn.Module]]:
+    """The modules that have weights, in the order in which a row passes them: a list for each layer.
+
+    What comes before the layers is with the first, what comes after them with the last. Empty where the layers are not
+    one list, between what the model applies before and after them.
+    """
+    base, layers = model.base_model, layers_of(model)
+    children = list(base.children())
+    lists = [each for each in children if isinstance(each, torch.nn.ModuleList) and list(each) == layers]
+    if not lists or not layers:
+        return []
+    place, head = children.index(lists[0]), model.get_output_embeddings()
+    units: list[list[torch.nn.Module]] = [[layer] for layer in layers]
+    units[0] = [*filter(_has_weights, children[:place]), *units[0]]
+    units[-1] += [*filter(_has_weights, children[place + 1 :]), head]
+    known = {parameter for unit in units for each in unit for parameter in each.parameters()}
+    return units if known == set(model.parameters()) else []
+
+
+def stages_of(model: Any, stages: int) -> list[list[torch.nn.Module]]:
+    """The modules of each stage, of which the dearest costs as little as can be."""
+    units = units_of(model)
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings()
+    costs = [sum(_cost(each, config) for each in unit if each is not embedding) for unit in units]
+    return [[module for unit in units[first:end] for module in unit] for first, end in cuts(costs, stages)]
+
+
+def cuts(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
+    """Which units each stage has, as the first one and the one after the last: at least one.
+
+    Args:
+        costs: of each unit, in their order.
+
+    Example: units that cost 2, 2, 2, 2 and 3 are cut in two into 2, 2, 2 and 2, 3: the dearest costs 6.
+    """
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """What the dearest stage costs, and where each ends."""
+        if left == 1:
+            return before[-1] - before[first], (len(costs),)
+        found = []
+        for end in range(first + 1, len(costs) - left + 2):
+            dearest, ends = best(end, left - 1)
+            found.append((max(dearest, before[end] - before[first]), (end, *ends)))
+        return min(found)
+
+    ends = best(0, stages)[1]
+    return list(zip((0, *ends), ends))
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _cost(module: torch.nn.Module, config: Any) -> float:
+    """Multiplications for each token."""
+    found = 0.0
+    for part in module.modules():
+        if isinstance(part, torch.nn.Linear):
+            found += part.in_features * part.out_features
+        else:  # of experts, which each token passes some of
+            used, there = getattr(config, "num_experts_per_tok", 1), _experts_of(config)
+            found += sum(each.numel() * used / there for each in part.parameters(recurse=False) if each.ndim == 3)
+    return found
+
+
+def _experts_of(config: Any) -> int:
+    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1

@@ -1,0 +1,78 @@
+"""What the stages of a pipeline have and hand on, as tests see it in their processes."""
+
+from typing import Any
+from unittest import mock
+
+import scenarios
+import torch
+from transformers import LlamaModel
+
+from finetune import distributed
+from finetune.distributed import pipeline_step
+
+
+def held_in(config: Any, stages: int) -> dict[str, Any]:
+    """Run a recipe; returns which parameters this process has, which are trained, and how many bytes all take."""
+    from recipes import sft
+
+    found: dict[str, Any] = {}
+    prepare = distributed.prepare
+
+    def watched(accelerator: Any, launch: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer = prepare(accelerator, launch, *args, **kwargs)
+        everything = dict(model.named_parameters(remove_duplicate=False))
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        found.update(
+            stage=launch.stage,
+            held=sorted(name for name, each in everything.items() if each.device.type != "meta"),
+            stepped=sorted(name for name, each in everything.items() if id(each) in stepped),
+            bytes=distributed.sharding_of(launch, model, optimizer).record(),
+        )
+        return model, optimizer
+
+    stages_asked = mock.patch.dict("os.environ", {"MEGATRON_LM_PP_DEGREE": str(stages)})
+    with stages_asked, mock.patch.object(distributed, "prepare", watched):
+        sft.main(config)
+    return found
+
+
+def train(config: Any, stages: int) -> int:
+    """Run the recipe; returns the processes that the run had."""
+    with mock.patch.dict("os.environ", {"MEGATRON_LM_PP_DEGREE": str(stages)}):
+        return int(scenarios.train(config)["world_size"])
+
+
+def train_a_model_that_adds_embeddings_at_the_end(config: Any) -> str:
+    """Run the recipe with a model that a pipeline cannot compute; returns what the run says."""
+    forward = LlamaModel.forward
+
+    def added(self: Any, input_ids: Any = None, **inputs: Any) -> Any:
+        found = forward(self, input_ids, **inputs)
+        found.last_hidden_state = found.last_hidden_state + self.embed_tokens(input_ids)
+        return found
+
+    with mock.patch.object(LlamaModel, "forward", added):
+        try:
+            scenarios.train(config)
+        except Exception as error:  # of any type, for its words
+            return str(error)
+    return ""
+
+
+def lengths_computed(config: Any) -> list[list[int]]:
+    """Run the recipe; returns the positions of the micro-batches of each step, as the model gets them."""
+    found: list[list[int]] = []
+    backward = pipeline_step.backward
+
+    def watched(pipeline: Any, model: Any, loss_sum: Any, *args: Any) -> Any:
+        found.append([])
+
+        def seen(model: Any, micro_batch: Any) -> torch.Tensor:
+            found[-1].append(micro_batch[0].shape[1])
+            return loss_sum(model, micro_batch)  # type: ignore[no-any-return]
+
+        return backward(pipeline, model, seen, *args)
+
+    with mock.patch.object(pipeline_step, "backward", watched):
+        scenarios.train(config)
+    return found

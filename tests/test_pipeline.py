@@ -1,0 +1,269 @@
+"""A pipeline trains as one process does, each stage with its own layers alone; what it cannot do is refused."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import corpora
+import every_recipe
+import pipelines
+import pytest
+import scenarios
+import sharing
+import tiny
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from finetune.config.compatibility import stage_problems
+from finetune.models import pipeline_stages
+from finetune.models.loading import without_weights
+from finetune.output.run_reading import read_run
+
+PROVEN = pytest.mark.prove
+STAGES = "MEGATRON_LM_PP_DEGREE"
+
+
+def dearest(costs: list[float], bounds: tuple[int, ...]) -> float:
+    return max(sum(costs[first:end]) for first, end in itertools.pairwise((0, *bounds, len(costs))))
+
+
+@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=8), stages=st.integers(1, 8))
+def test_no_other_cut_has_a_dearest_stage_that_costs_less(costs: list[float], stages: int):
+    stages = min(stages, len(costs))
+    found = pipeline_stages.cuts(costs, stages)
+    assert [unit for first, end in found for unit in range(first, end)] == list(range(len(costs)))
+    assert min(end - first for first, end in found) >= 1
+    every = itertools.combinations(range(1, len(costs)), stages - 1)
+    assert dearest(costs, tuple(end for _, end in found[:-1])) == min(dearest(costs, bounds) for bounds in every)
+
+
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers, and an embedding that is not the head."""
+    folder = tiny.build_model_folder(tmp_path_factory.mktemp("deep"), tied=False)
+    described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_a_large_head_leaves_its_stage_fewer_layers(deep_folder: Path):
+    layers, of_stage = [], {}
+    for vocabulary in (512, 4096):
+        config = AutoConfig.from_pretrained(deep_folder, vocab_size=vocabulary)
+        every = pipeline_stages.stages_of(without_weights(config, False), 2)
+        of_stage = [[type(each).__name__ for each in modules] for modules in every]
+        layers.append([names.count("LlamaDecoderLayer") for names in of_stage])
+    assert layers == [[3, 3], [5, 1]]
+    assert of_stage[0][0] == "Embedding"
+    assert of_stage[1][1:] == ["LlamaRMSNorm", "Linear"]
+
+
+def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
+    config = AutoConfig.from_pretrained(deep_folder)
+    layers = len(pipeline_stages.units_of(without_weights(config, False)))
+    assert stage_problems("Llama", layers, 6) == []
+    (sentence,) = stage_problems("Llama", layers, 8)
+    assert sentence.startswith("pp was launched with 8 stages, but the model has 6 layers; set --megatron_lm_pp_degree")
+    with torch.device("meta"):
+        two_towers = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=64, d_ff=64, num_heads=2))
+    assert pipeline_stages.units_of(two_towers) == []
+    (sentence,) = stage_problems("T5", 0, 2)
+    assert "but T5 is more than one list of layers; use the strategy file fsdp2" in sentence
+
+
+REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
+    "three processes": (3, {}, {}, "pp has 2 stages, but it was launched with 3 processes; launch a multiple of 2"),
+    "one stage": (2, {STAGES: "1"}, {}, "asks for a pipeline of one stage; set megatron_lm_pp_degree to 2 or more"),
+    "split layers": (2, {"MEGATRON_LM_TP_DEGREE": "2"}, {}, "megatron_lm_tp_degree, but layers are not split here"),
+    "more stages than layers": (4, {STAGES: "4"}, {}, "with 4 stages, but the model has 2 layers; set --megatron_lm"),
+    "noise": (2, {}, {"train__neftune_alpha": 5.0}, "draws noise for each document; set it to 0, or use the strategy"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_launches_and_settings_that_do_not_go_with_a_pipeline_are_refused(
+    name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    processes, environment, changes, sentence = REFUSED[name]
+    changes = {"train__steps": 1, "train__global_batch_size": 12, "train__micro_batch_size": 1} | changes
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
+    asked = "recipes.sft", config.model_dump(), environment
+    for said in ranks(processes).run(sharing.refused_by_a_run, *asked, strategy="pp"):
+        assert sentence in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_preferences_are_refused(loss: str, ranks: Any, model_folder: Path, tmp_path: Path):
+    [recipe] = [each for each in every_recipe.RECIPES if each.name == loss]
+    pairs = recipe.write(tmp_path / "pairs.jsonl", rows=8, seed=0)
+    values = every_recipe.values_of(recipe, model_folder, pairs, tmp_path / "run")
+    for said in ranks(2).run(sharing.refused_by_a_run, "recipes.dpo", values, {}, strategy="pp"):
+        assert said.startswith("pp sends a row through the model once, and a preference compares models; use the")
+
+
+def test_a_stage_has_and_steps_its_own_layers_alone(ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path):
+    with torch.device("meta"):
+        whole: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(deep_folder))
+    config = scenarios.configuration(deep_folder, conversations, tmp_path, train__steps=2, train__micro_batch_size=2)
+    found = ranks(3).run(pipelines.held_in, config, 3, strategy="pp")
+    assert [each["stage"] for each in found] == [0, 1, 2]
+    names = [name for each in found for name in each["held"]]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())  # each in one stage
+    assert [each["stepped"] for each in found] == [each["held"] for each in found]
+    of_layers = [{name.split(".")[2] for name in each["held"] if ".layers." in name} for each in found]
+    assert of_layers == [{"0", "1"}, {"2", "3"}, {"4", "5"}]
+    total = sum(each.nbytes for each in whole.parameters())
+    assert {each["bytes"]["total_bytes"] for each in found} == {total}
+    assert sum(each["bytes"]["held_bytes"] for each in found) == total
+    assert max(each["bytes"]["held_bytes"] for each in found) < total / 2
+    recorded = yaml.safe_load((tmp_path / "run.yaml").read_text())["strategy"]
+    assert (recorded["stages"], recorded["sharding"]["layers"]) == (3, 2)
+
+
+def test_micro_batches_of_a_step_are_as_long_as_its_longest(
+    ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(model_folder, conversations, tmp_path, train__steps=4, train__micro_batch_size=2)
+    for found in ranks(2).run(pipelines.lengths_computed, config, strategy="pp"):
+        assert [len(step) for step in found] == [2, 4, 4, 4, 4]  # the memory check, and the steps
+        assert all(len(set(step)) == 1 for step in found)
+        assert len({step[0] for step in found[1:]}) > 1
+
+
+def test_a_model_that_takes_its_embeddings_twice_does_not_train(
+    ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes: dict[str, Any] = {"train__steps": 2, "train__max_bad_steps": 1, "train__micro_batch_size": 2}
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
+    asked = pipelines.train_a_model_that_adds_embeddings_at_the_end, config
+    for said in ranks(2).run(*asked, strategy="pp"):
+        assert said.startswith("step 1: the loss is not finite")
+
+
+SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
+LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
+SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "four stages": (4, 4, {}),
+    "fewer micro-batches than stages": (3, 3, {"train__micro_batch_size": 4}),
+    "averages, the best kept, layers computed again": (
+        *(2, 2),
+        {"train__ema_decay": 0.5, "eval__keep_best": True, "train__activation_checkpointing": "full"},
+    ),
+    "lora, one layer computed again": (3, 3, LORA | {"train__activation_checkpointing": 1}),
+    "qlora, packed, replicas": (4, 2, LORA | {"quantization__bits": 4, "data__packing": True}),
+    "8 bits": (2, 2, LORA | {"quantization__bits": 8}),
+    "padded rows": (4, 2, {"model__attention": "sdpa"}),
+    "a last step of fewer rows": (4, 2, {"train__steps": None, "train__epochs": 0.25, "train__global_batch_size": 8}),
+    "streamed": (2, 2, {"data__streaming": True}),
+    "an embedding that is trained beside adapters": (2, 2, LORA | {"adapter__modules_to_save": ["embed_tokens"]}),
+}
+"""Processes and stages."""
+SHOWN = ["four stages", "averages, the best kept, layers computed again", "qlora, packed, replicas"]
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    ranks: Any, deep_folder: Path, conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    folder = tmp_path_factory.mktemp("tuned")
+
+    def run(name: str, processes: int, stages: int, precision: str = "no", **changes: Any) -> list[dict[str, Any]]:
+        settings = SFT | {"data__eval": [str(held_out)]} | changes
+        config = scenarios.configuration(deep_folder, conversations, folder / name, **settings)
+        if stages == 1:
+            ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
+        else:
+            asked = pipelines.train, config, stages
+            assert ranks(processes).run(*asked, strategy="pp", mixed_precision=precision) == [processes] * processes
+        return scenarios.read_metrics(folder / name)
+
+    run.folder = folder
+    return run
+
+
+def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        compared = ["loss", "grad_norm", "tokens", *(["eval_loss"] if "eval_loss" in other else [])]
+        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in SETTINGS if each not in SHOWN)]
+)
+def test_tuning_and_its_held_out_loss_are_those_of_one_process(name: str, tuned: Any):
+    processes, stages, changes = SETTINGS[name]
+    expected = tuned("alone", 1, 1, **changes)
+    assert_alike(tuned("shared", processes, stages, **changes), expected)
+    answers = [read_run(tuned.folder / name)["answers"] for name in ("shared", "alone")]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3
+
+
+@pytest.mark.parametrize(("processes", "stages"), [(4, 2), pytest.param(3, 3, marks=PROVEN)])
+def test_questions_are_answered_and_choices_scored_as_by_one_process(
+    processes: int, stages: int, tuned: Any, tmp_path: Path
+):
+    words = ["house", "tree", "dog", "cat", "red"]
+    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": name, "data": str(tmp_path / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
+    changes = {"eval__tasks": tasks, "eval__exact_match": True}
+    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, stages, **changes)
+    assert_alike(found, expected)
+    for key in ("eval_exact_match", "eval_choice"):
+        assert found[-1][key] == expected[-1][key]
+    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]
+
+
+@PROVEN
+def test_a_run_goes_on_in_other_stages_and_without_any_as_one_that_was_not_interrupted(tuned: Any):
+    expected = tuned("alone", 1, 1, train__steps=6)
+    launches = [(4, 4), (4, 2), (3, 3), (1, 1)]
+    for number, (before, after) in enumerate(itertools.pairwise(launches)):
+        tuned(f"before-{number}", *before, train__steps=6, checkpoint__every=3, checkpoint__keep=5)
+        step = tuned.folder / f"before-{number}" / "checkpoints" / "step-00000003"
+        found = tuned(f"after-{number}", *after, train__steps=6, checkpoint__resume=str(step))
+        assert_alike(found, expected[3:])
+
+
+@PROVEN
+def test_weights_in_16_bits_train_as_on_one_process(tuned: Any):
+    settings: dict[str, Any] = {"precision": "bf16", "train__weights": "bf16"}
+    found, expected = tuned("shared", 4, 2, **settings), tuned("alone", 1, 1, **settings)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Texts to train on, and two held-out sources."""
+    folder = tmp_path_factory.mktemp("texts")
+    held_out = [
+        str(corpora.write_texts(folder / f"{name}.jsonl", rows=5, seed=seed)) for seed, name in ((1, "a"), (2, "b"))
+    ]
+    return {"data__train": str(corpora.write_texts(folder / "train.jsonl", rows=60)), "data__eval": held_out}
+
+
+FIGURES = ["eval_loss", "eval_bits_per_byte"]
+FIGURES += [f"eval_{figure}/{source}.jsonl" for figure in ("loss", "bits_per_byte") for source in "ab"]
+
+
+def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
+    ranks: Any, model_folder: Path, texts: dict[str, Any], tmp_path: Path
+):
+    found = {}
+    for strategy, processes in (("single", 1), ("pp", 2)):
+        changes = texts | {"pretrain__z_loss": 1e-3, "eval__every": 4, "train__steps": 8}
+        values = corpora.values_of(model_folder, Path(), tmp_path / strategy, **changes)
+        assert ranks(processes).run(corpora.pretrain, values, strategy=strategy) == [processes] * processes
+        found[strategy] = scenarios.read_metrics(tmp_path / strategy)
+    assert sum("eval_loss" in line for line in found["single"]) > 1
+    for one, other in zip(found["pp"], found["single"], strict=True):
+        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
+        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)
