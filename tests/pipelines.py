@@ -1,5 +1,6 @@
 """What the stages of a pipeline have and hand on, as tests see it in their processes."""
 
+import hashlib
 from typing import Any
 from unittest import mock
 
@@ -76,3 +77,19 @@ def lengths_computed(config: Any) -> list[list[int]]:
     with mock.patch.object(pipeline_step, "backward", watched):
         scenarios.train(config)
     return found
+
+
+def embedding_of(config: Any) -> str:
+    """Run the recipe; returns the embedding that this process has at the end, as a digest."""
+    from recipes import sft
+
+    prepare, prepared = distributed.prepare, list[Any]()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer = prepare(*args, **kwargs)
+        prepared.append(model)
+        return model, optimizer
+
+    with mock.patch.object(distributed, "prepare", watched):
+        sft.main(config)
+    return hashlib.sha256(prepared[0].get_input_embeddings().weight.detach().float().numpy().tobytes()).hexdigest()

@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from finetune.config.compatibility import stage_problems
+from finetune.data.batches import IGNORED, document_bounds
+from finetune.distributed import pipeline_step
+from finetune.errors import InputError
 from finetune.models import pipeline_stages
 from finetune.models.loading import without_weights
 from finetune.output.run_reading import read_run
@@ -72,13 +75,13 @@ def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
         two_towers = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=64, d_ff=64, num_heads=2))
     assert pipeline_stages.units_of(two_towers) == []
     (sentence,) = stage_problems("T5", 0, 2)
-    assert "but T5 is more than one list of layers; use the strategy file fsdp2" in sentence
+    assert "which T5 is not; use the strategy file fsdp2" in sentence
 
 
 REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
     "three processes": (3, {}, {}, "pp has 2 stages, but it was launched with 3 processes; launch a multiple of 2"),
     "one stage": (2, {STAGES: "1"}, {}, "asks for a pipeline of one stage; set megatron_lm_pp_degree to 2 or more"),
-    "split layers": (2, {"MEGATRON_LM_TP_DEGREE": "2"}, {}, "megatron_lm_tp_degree, but layers are not split here"),
+    "split layers": (2, {"MEGATRON_LM_TP_DEGREE": "2"}, {}, "megatron_lm_tp_degree, but single layers are not split"),
     "more stages than layers": (4, {STAGES: "4"}, {}, "with 4 stages, but the model has 2 layers; set --megatron_lm"),
     "noise": (2, {}, {"train__neftune_alpha": 5.0}, "draws noise for each document; set it to 0, or use the strategy"),
 }
@@ -103,7 +106,7 @@ def test_preferences_are_refused(loss: str, ranks: Any, model_folder: Path, tmp_
     pairs = recipe.write(tmp_path / "pairs.jsonl", rows=8, seed=0)
     values = every_recipe.values_of(recipe, model_folder, pairs, tmp_path / "run")
     for said in ranks(2).run(sharing.refused_by_a_run, "recipes.dpo", values, {}, strategy="pp"):
-        assert said.startswith("pp sends a row through the model once, and a preference compares models; use the")
+        assert said.startswith("pp computes the loss of one pass of one model, and preferences take several; use")
 
 
 def test_a_stage_has_and_steps_its_own_layers_alone(ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path):
@@ -161,9 +164,12 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "a last step of fewer rows": (4, 2, {"train__steps": None, "train__epochs": 0.25, "train__global_batch_size": 8}),
     "streamed": (2, 2, {"data__streaming": True}),
     "an embedding that is trained beside adapters": (2, 2, LORA | {"adapter__modules_to_save": ["embed_tokens"]}),
+    "rates by layer": (4, 2, {"train__layer_decay": 0.5, "train__decay_embeddings": False}),
+    "an adapter that starts with the weights": (4, 2, LORA | {"adapter__init": "pissa"}),
+    "stages in which nothing is trained": (3, 3, LORA | {"adapter__targets": ["lm_head"]}),
 }
 """Processes and stages."""
-SHOWN = ["four stages", "averages, the best kept, layers computed again", "qlora, packed, replicas"]
+SHOWN = ["four stages", "averages, the best kept, layers computed again", "qlora, packed, replicas", "rates by layer"]
 
 
 @pytest.fixture(scope="module")
@@ -232,12 +238,55 @@ def test_a_run_goes_on_in_other_stages_and_without_any_as_one_that_was_not_inter
         assert_alike(found, expected[3:])
 
 
-@PROVEN
-def test_weights_in_16_bits_train_as_on_one_process(tuned: Any):
-    settings: dict[str, Any] = {"precision": "bf16", "train__weights": "bf16"}
-    found, expected = tuned("shared", 4, 2, **settings), tuned("alone", 1, 1, **settings)
+IN_BF16: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "weights in bf16": (4, 2, {"train__weights": "bf16"}),
+    "layers computed again": (3, 3, {"train__activation_checkpointing": "full"}),
+    "fewer micro-batches than stages": (3, 3, LORA | {"train__micro_batch_size": 4}),
+}
+"""Stages keep several micro-batches, with the same copies of fp32 weights."""
+
+
+@pytest.mark.parametrize(
+    "name", ["layers computed again", *(pytest.param(each, marks=PROVEN) for each in IN_BF16 if each[0] != "l")]
+)
+def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
+    processes, stages, changes = IN_BF16[name]
+    settings: dict[str, Any] = {"precision": "bf16"} | changes
+    found, expected = tuned("shared", processes, stages, **settings), tuned("alone", 1, 1, **settings)
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
     assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+
+
+@pytest.mark.parametrize("weights", ["fp32_master", "bf16"])
+def test_an_embedding_that_is_the_head_too_stays_the_same_in_both_stages(
+    weights: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = {"train__weights": weights, "train__layer_decay": 0.9, "train__micro_batch_size": 2, "train__steps": 4}
+    config = scenarios.configuration(model_folder, conversations, tmp_path, **changes)
+    found = ranks(4).run(pipelines.embedding_of, config, strategy="pp", mixed_precision="bf16")
+    assert len(set(found)) == 1
+
+
+def test_what_a_schedule_wraps_is_told_where_it_is_ours_or_memory():
+    lacking, wrong, other = torch.OutOfMemoryError("1 GiB"), InputError("wrong"), ValueError("other")
+    for raised, told in ((lacking, lacking), (wrong, wrong), (other, None)):
+        outer, inner = RuntimeError("stage 1"), RuntimeError("backward of micro-batch 2")
+        outer.__cause__, inner.__cause__ = inner, raised
+        assert pipeline_step._cause_of(outer) is (told or outer)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), missing=st.integers(1, 40))
+def test_a_row_is_filled_up_with_documents_that_are_not_trained_and_no_longer_than_its_own(
+    lengths: list[int], missing: int
+):
+    bounds, total = document_bounds(lengths, torch.device("cpu")), sum(lengths)
+    row = torch.arange(total)[None]
+    next_tokens, inputs = pipeline_step._filled_up((row, {"input_ids": row} | bounds), missing)
+    assert next_tokens.tolist() == [[*range(total), *[IGNORED] * missing]]
+    filled = [end - start for start, end in itertools.pairwise(inputs["cu_seq_lens_q"].tolist())]
+    assert (filled[: len(lengths)], sum(filled)) == (lengths, total + missing)
+    assert max(filled) == max(lengths) == inputs["max_length_q"]
+    assert inputs["position_ids"].tolist() == document_bounds(filled, torch.device("cpu"))["position_ids"].tolist()
 
 
 @pytest.fixture(scope="module")

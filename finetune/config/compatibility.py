@@ -169,7 +169,8 @@ def pipeline_problems(strategy: str, *, embedding_noise: bool, paired: bool, pre
     if strategy != "pp":
         return []
     found = {
-        "pp sends a row through the model once, and a preference compares models; use the strategy file fsdp2.": paired,
+        "pp computes the loss of one pass of one model, and preferences take several; use the strategy file "
+        "fsdp2.": paired,
         "pp fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to 0, or use "
         "the strategy file fsdp2.": embedding_noise,
         "pp does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",
@@ -188,12 +189,12 @@ def stage_problems(model: str, layers: int, stages: int) -> list[str]:
         return []
     if not layers:
         return [
-            f"pp passes rows from layer to layer, but {model} is more than one list of layers; use the strategy file "
-            "fsdp2."
+            f"pp divides one list of layers between an embedding and a head, which {model} is not; use the strategy "
+            "file fsdp2."
         ]
     return [
         f"pp was launched with {stages} stages, but the model has {layers} layer{'s' if layers > 1 else ''}; set "
-        "--megatron_lm_pp_degree to as many or fewer, or use the strategy file fsdp2."
+        "--megatron_lm_pp_degree to that many or fewer, or use the strategy file fsdp2."
     ]
 
 

@@ -12,7 +12,7 @@ with what the next stage takes. The loss must call the model once.
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,12 +53,16 @@ class Pipeline:
         """The processes that compute the same rows, in the order of their stages."""
         self.line = [dist.new_group(each) for each in lines][strategy.rank % width]
         self.ends = [dist.new_group([each[0], each[-1]]) for each in lines][strategy.rank % width]
-        self.replicas = [dist.new_group(list(ranks[first : first + width])) for first in ranks[::width]][self.stage]
+        stages = [list(ranks[first : first + width]) for first in ranks[::width]]
+        self.ranks_of_stage = stages[self.stage]
+        self.replicas = [dist.new_group(each) for each in stages][self.stage]
         """The processes that have the same layers."""
         self.shares = strategy.shares
         """Of the rows, that of each process."""
         self.knowing = [each[-1] for each in lines]
         """The process that knows the loss, for each share of the rows."""
+        self.with_copies: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Within it several passes share their copies of weights in 16 bits, where there are some."""
         self.received: torch.Tensor | None = None
         """What the next forward pass takes in the place of embeddings."""
         self.is_scheduled = self._answers = False
@@ -87,8 +91,8 @@ class Pipeline:
         self.layers = len(places.keys() & {*self.modules})
         self.caches = all(hasattr(layer, "self_attn") for layer in places)
         """Whether answers may keep the keys and values of earlier positions: other layers keep other things."""
-        own = {part for module in every[self.stage] for part in module.modules()}
-        kept = {parameter for module in every[self.stage] for parameter in module.parameters()}
+        own = {part for module in self.modules for part in module.modules()}
+        kept = set(self._of_stage(self.modules))
         for number, modules in enumerate(every):
             for module in modules if number != self.stage else []:
                 # what enters this stage comes out of the last layer before it, whatever was done to the embeddings
@@ -108,6 +112,7 @@ class Pipeline:
             if self.is_last:
                 return self._last_scores(model, whole(**inputs)) if self._answers else whole(**inputs)
             hidden = base(**{key: value for key, value in inputs.items() if key not in OF_HEAD}).last_hidden_state
+            self._check(model, inputs["input_ids"], hidden)
             if not self.is_scheduled:
                 dist.send(hidden.contiguous(), self.line_ranks[self.stage + 1], group=self.line)
             if self._answers:
@@ -116,6 +121,15 @@ class Pipeline:
 
         forward.__signature__ = inspect.signature(whole)  # type: ignore[attr-defined]  # generate looks for names in it
         model.forward = forward
+
+    def _check(self, model: Any, input_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """That the next stage gets what it waits for."""
+        shape = *input_ids.shape, model.config.get_text_config().hidden_size
+        if (*hidden.shape, hidden.dtype) != (*shape, self.dtype):
+            raise InputError(
+                f"{type(model).__name__} hands on {tuple(hidden.shape)} of {hidden.dtype} from layer to layer, where a "
+                f"pipeline takes {shape} of {self.dtype}; use the strategy file fsdp2."
+            )
 
     def _last_scores(self, model: Any, found: Any, *, rows: int = 0) -> CausalLMOutputWithPast:
         """Scores after the last position of each row, of shape (rows, 1, vocabulary), in every stage."""
@@ -144,14 +158,39 @@ class Pipeline:
             return hidden_BTD
         received, self.received = self.received, None
         if received is None:
-            raise InputError("The loss calls the model more than once, which pp does not support; use fsdp2.")
+            raise InputError(
+                "The loss calls the model more than once, which pp does not support; use the strategy file fsdp2."
+            )
         return received
 
-    def place(self, model: torch.nn.Module) -> None:
-        """Put what this stage has on its device."""
-        weightless = [each for each in model.modules() if not any(True for _ in each.parameters())]
-        for module in [*self.modules, *weightless]:
+    def leave_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave to an optimizer of the whole model what this stage steps."""
+        own = set(self._of_stage(self.modules))
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each in own]
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Put what this stage has on its device, where replicas begin with the weights of the first. Collective."""
+        for module in self.modules:
             module.to(self.device)
+        for module in model.modules():  # positions, which every stage has
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+        if dist.get_world_size(self.replicas) > 1:
+            for weight in self._of_stage(self.modules):
+                dist.broadcast(weight.data, self.ranks_of_stage[0], group=self.replicas)
+
+    def step_as_one(self, model: torch.nn.Module) -> None:
+        """Give the last stage the first one's embeddings, where they are the head's weights too and each rounds them
+        with noise of its own. Collective."""
+        known = dict(model.named_parameters()) if self.is_first or self.is_last else {}
+        for name in self.shared:
+            if name in known and known[name].dtype == torch.bfloat16:
+                dist.broadcast(known[name].data, self.line_ranks[0], group=self.ends)
+
+    @staticmethod
+    def _of_stage(modules: list[torch.nn.Module]) -> dict[torch.nn.Parameter, None]:
+        return dict.fromkeys(each for module in modules for each in module.parameters())
 
     @torch.no_grad()
     def told(self, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
@@ -217,9 +256,11 @@ def trained_everywhere(model: torch.nn.Module) -> Iterator[None]:
     shells = pipeline.shells.values() if (pipeline := pipeline_of(model)) else ()
     for shell in shells:
         shell.requires_grad = True
-    yield
-    for shell in shells:
-        shell.requires_grad = False
+    try:
+        yield
+    finally:
+        for shell in shells:
+            shell.requires_grad = False
 
 
 def _nothing(config: Any, dtype: torch.dtype, input_ids: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from finetune.data.batches import IGNORED
 from finetune.distributed.pipeline import PassedOn, Pipeline
+from finetune.errors import InputError
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -44,11 +45,35 @@ def backward(
     given, target = (places,) if pipeline.is_first else (), places if pipeline.is_last else None
     pipeline.is_scheduled = True
     try:
-        schedule.step(*given, target=target, place=places, return_outputs=False)
+        with pipeline.with_copies():
+            schedule.step(*given, target=target, place=places, return_outputs=False)
+    except RuntimeError as error:  # a schedule wraps whatever is raised in a stage
+        raise _cause_of(error) from error
     finally:
         pipeline.is_scheduled = False
     _reduce(pipeline, model)
     return runner.losses
+
+
+def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any, micro_batches: int) -> None:
+    """The memory of a step of so many like this one, with a loss that is multiplied by 0. Collective.
+
+    As many are computed as are on their way at a time. For the others there are buffers, of hidden states and of their
+    gradients, which a schedule makes for all micro-batches before the first.
+    """
+    at_once = min(pipeline.stages, micro_batches)
+    shape = *_next_tokens_of(micro_batch).shape, model.config.get_text_config().hidden_size
+    buffers = torch.empty(2 * (micro_batches - at_once), *shape, dtype=pipeline.dtype, device=pipeline.device)
+    backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
+    del buffers
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """What was raised in a stage, where it is ours to tell or says that memory has run out; else the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, InputError | torch.OutOfMemoryError):
+        found = found.__cause__
+    return found or error
 
 
 class _Runner(torch.nn.Module):
@@ -68,29 +93,24 @@ class _Runner(torch.nn.Module):
         try:
             loss = loss_sum(self.model, every[number])
         except PassedOn as passed:
-            hidden = passed.hidden_BTD
-        else:
-            self.losses[number] = loss.detach()
-            return loss.view(1)
-        if hidden.shape != self.shape:
-            raise RuntimeError(
-                f"{type(self.model).__name__} hands on {tuple(hidden.shape)} from layer to layer, where a pipeline "
-                f"takes {tuple(self.shape)}; use the strategy file fsdp2, and please report this."
-            )
-        # of a stage in which nothing is trained a graph is asked for all the same
-        return hidden if hidden.requires_grad else hidden.requires_grad_()
+            hidden = passed.hidden_BTD.contiguous()
+            # of a stage in which nothing is trained a graph is asked for all the same
+            return hidden if hidden.requires_grad else hidden.requires_grad_()
+        self.losses[number] = loss.detach()
+        return loss.view(1)
 
 
 def _reduce(pipeline: Pipeline, model: torch.nn.Module) -> None:
-    """Add up the gradients of embeddings that are the head's too, and then those of replicas."""
+    """Add up the gradients of replicas, and then those of embeddings that are the head's too: in this order all who
+    have them get the same sum, to the bit."""
     own = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if pipeline.is_first or pipeline.is_last:
-        for name in pipeline.shared:
-            dist.all_reduce(_gradient_of(own[name]), group=pipeline.ends)
     if dist.get_world_size(pipeline.replicas) > 1:
         gradients = map(_gradient_of, own.values())
         for work in [dist.all_reduce(each, group=pipeline.replicas, async_op=True) for each in gradients]:
             work.wait()
+    if pipeline.is_first or pipeline.is_last:
+        for name in pipeline.shared:
+            dist.all_reduce(_gradient_of(own[name]), group=pipeline.ends)
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -105,8 +125,8 @@ def _next_tokens_of(micro_batch: Any) -> torch.Tensor:
 
 
 def _of_one_length(micro_batches: list[Any]) -> list[Any]:
-    """With a document that is not trained at the end of the shorter ones: hidden states that are handed on must be of
-    one shape."""
+    """With documents that are not trained at the end of the shorter ones: hidden states that are handed on must be of
+    one shape. They are no longer than the longest that is there, by which some models scale positions."""
     most = max(_next_tokens_of(each).shape[1] for each in micro_batches)
     return [_filled_up(each, most - _next_tokens_of(each).shape[1]) for each in micro_batches]
 
@@ -122,9 +142,11 @@ def _filled_up(micro_batch: Any, missing: int) -> Any:
 
     inputs = inputs | {"input_ids": fill(inputs["input_ids"])}
     if "cu_seq_lens_q" in inputs:
-        bounds = torch.cat([inputs["cu_seq_lens_q"], inputs["cu_seq_lens_q"][-1:] + missing])
-        more, longest = torch.arange(missing, device=bounds.device), max(inputs["max_length_q"], missing)
-        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-        inputs["position_ids"] = torch.cat([inputs["position_ids"], more[None]], 1)
+        bounds, longest = inputs["cu_seq_lens_q"], inputs["max_length_q"]
+        positions = torch.arange(missing, device=bounds.device) % longest
+        inputs["position_ids"] = torch.cat([inputs["position_ids"], positions[None]], 1)
+        starts = range(longest, missing, longest)
+        ends = torch.tensor([*starts, missing], dtype=bounds.dtype, device=bounds.device)
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = torch.cat([bounds, bounds[-1:] + ends])
     next_tokens = fill(next_tokens, filler=IGNORED)
     return (next_tokens, inputs) if is_pair else micro_batch.shared(fill, next_tokens, inputs, counts=True)

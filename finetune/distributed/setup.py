@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -83,9 +83,19 @@ def start(
     buffer_elements = largest_parameter() if strategy.name.endswith("_nvme") else 0
     if strategy.rehearsal and (strategy.is_fsdp or strategy.is_deepspeed):
         _join_over_gloo(strategy)
-    if strategy.stages > 1:  # Accelerate would look for Megatron-LM
-        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "false"
-    accelerator = Accelerator(
+    with _megatron_lm_is_not_asked_for(strategy):
+        accelerator = _accelerator(strategy, accumulation, weights)
+    if strategy.is_fsdp:
+        _configure_fsdp(accelerator, strategy, weights)
+    if strategy.is_deepspeed:
+        _configure_deepspeed(accelerator, micro_batch_size, max_grad_norm, optimizer, weights)
+    if buffer_elements:
+        _size_buffers(accelerator, buffer_elements)
+    return accelerator
+
+
+def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Accelerator:
+    return Accelerator(
         # bf16 weights are computed with as they are: nothing to cast, no master to keep
         mixed_precision="no" if weights == "bf16" and not strategy.is_deepspeed else strategy.mixed_precision,
         cpu=strategy.rehearsal and strategy.name in ("single", "ddp", "pp"),
@@ -100,15 +110,20 @@ def start(
         # otherwise it keeps every gradient twice
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+
+
+@contextlib.contextmanager
+def _megatron_lm_is_not_asked_for(strategy: Strategy) -> Iterator[None]:
+    """Accelerate would look for Megatron-LM under pp, whose launch file it takes for one of that. What the launch asked
+    for stays known to another run in this process."""
+    name = "ACCELERATE_USE_MEGATRON_LM"
     if strategy.stages > 1:
-        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # for a run that follows in this process
-    if strategy.is_fsdp:
-        _configure_fsdp(accelerator, strategy, weights)
-    if strategy.is_deepspeed:
-        _configure_deepspeed(accelerator, micro_batch_size, max_grad_norm, optimizer, weights)
-    if buffer_elements:
-        _size_buffers(accelerator, buffer_elements)
-    return accelerator
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if strategy.stages > 1:
+            os.environ[name] = "true"
 
 
 def share_cores(strategy: Strategy) -> None:
@@ -243,12 +258,14 @@ def prepare(
                     parameter.data = parameter.data.float()
         dtype = compute_dtype(strategy, weights)
         if strategy.name in ("single", "ddp", "pp") and dtype != torch.float32:
-            compute_with_copies(model, dtype)
+            with_copies = compute_with_copies(model, dtype)
+            if pipeline := pipeline_of(model):
+                pipeline.with_copies = with_copies
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
     with _without_chatter():
         if pipeline := pipeline_of(model):
-            pipeline.place(model)
+            pipeline.begin(model)
             optimizer = accelerator.prepare(optimizer)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)

@@ -67,9 +67,8 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
     trained = [p for p in parameters if p.requires_grad]
     if pipeline := pipeline_of(model):
         total = sum(each.nbytes for name, each in model.named_parameters() if name in pipeline.names)
-        held_bytes = _bytes([each for each in parameters if each.device.type != "meta"])
         own = _bytes([each for module in pipeline.modules for each in module.parameters()])
-        return Sharding("weights", strategy.stages, total, held_bytes, _constants(model), pipeline.layers, own)
+        return Sharding("weights", strategy.stages, total, _bytes(parameters), _constants(model), pipeline.layers, own)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk
@@ -131,8 +130,9 @@ def _beside(parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of tensors, each memory counted once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}.values())
+    """Bytes of tensors, each memory counted once; those of other stages of a pipeline have none."""
+    held = (tensor for tensor in tensors if tensor.numel() and tensor.device.type != "meta")
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
 def _constants(model: torch.nn.Module) -> int:

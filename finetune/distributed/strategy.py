@@ -163,7 +163,9 @@ def _stages() -> int:
         InputError: if it is asked for with what it does not work with.
     """
     if os.environ.get("MEGATRON_LM_TP_DEGREE", "1") != "1":
-        raise InputError("The launch file sets megatron_lm_tp_degree, but layers are not split here; set it to 1.")
+        raise InputError(
+            "The launch file sets megatron_lm_tp_degree, but single layers are not split over GPUs here; set it to 1."
+        )
     stages = int(os.environ.get("MEGATRON_LM_PP_DEGREE", "1"))
     if stages < 2:
         raise InputError("The launch file asks for a pipeline of one stage; set megatron_lm_pp_degree to 2 or more.")

@@ -6,6 +6,8 @@ under FSDP2, which casts the weights that it gathers. Autocast alone casts for p
 
 import inspect
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,19 +15,24 @@ import torch
 from finetune.compat.torch_private import first_in_backward, tree_leaves, when_backward_ends
 
 
-def compute_with_copies(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def compute_with_copies(model: torch.nn.Module, dtype: torch.dtype) -> Callable[[], AbstractContextManager[None]]:
     """Have a model's forward and its backward pass compute with copies of its trained fp32 weights.
 
     A copy is an attribute of the module, which is found before its parameter of the same name. The parameter stays
     where it is, and gets the gradient in fp32. The copy goes once it has it, or with the end of the backward pass;
     in a pass without gradients, with its end. Of two passes with gradients, the backward pass of the first comes before
     the second: it would take the second one's copies, too.
+
+    Returns:
+        A context for several passes whose backward passes come in any order within it: they share its copies.
     """
     copies, own = _Copies(model), model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if copies.are_shared:
+            return own(*args, **kwargs)
         waiting = copies.take()
-        copies.give({parameter: first_in_backward(parameter.to(dtype)) for parameter in copies.slots})
+        copies.make(dtype)
         learns = None
         try:
             found = own(*args, **kwargs)
@@ -43,23 +50,40 @@ def compute_with_copies(model: torch.nn.Module, dtype: torch.dtype) -> None:
     known = weakref.ref(copies)  # hooks are out of the garbage collector's sight: no parameter may be in their reach
 
     def end_of(parameter: torch.Tensor) -> None:
-        if there := known():
+        if (there := known()) and not there.are_shared:
             there.take(parameter)
 
     for each in copies.slots:
         each.register_post_accumulate_grad_hook(end_of)
+
+    @contextmanager
+    def shared() -> Iterator[None]:
+        copies.make(dtype)
+        copies.are_shared = True
+        try:
+            yield
+        finally:
+            copies.are_shared = False
+            copies.take()
+
+    return shared
 
 
 class _Copies:
     """Where copies are found before parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self.are_shared = False
+        """By passes that neither make nor take any."""
         self.slots = dict[torch.Tensor, list[tuple[dict[str, Any], str]]]()
         """Of each parameter the attributes of its module, and its name there; of one that is tied, several."""
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and parameter.dtype == torch.float32:
                     self.slots.setdefault(parameter, []).append((vars(module), name))
+
+    def make(self, dtype: torch.dtype) -> None:
+        self.give({parameter: first_in_backward(parameter.to(dtype)) for parameter in self.slots})
 
     def give(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         for parameter, copy in copies.items():

@@ -79,8 +79,9 @@ def counts(accelerator: Accelerator, strategy: Strategy, *, quantised: bool) -> 
     """Whether what this process writes into a model that is not prepared yet stays.
 
     All strategies give every process the first one's weights, when the model is prepared; but under FSDP each process
-    cuts its shards from its own, where Accelerate does not load on the first one alone, as of a model in 4 bits.
+    cuts its shards from its own, where Accelerate does not load on the first one alone, as of a model in 4 bits. So
+    does each stage of a pipeline.
     """
-    if accelerator.is_main_process:
+    if accelerator.is_main_process or strategy.stages > 1:
         return True
     return strategy.is_fsdp and (quantised or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)

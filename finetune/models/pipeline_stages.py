@@ -12,8 +12,8 @@ from finetune.models.recomputation import layers_of
 def units_of(model: Any) -> list[list[torch.nn.Module]]:
     """The modules that have weights, in the order in which a row passes them: a list for each layer.
 
-    What comes before the layers is with the first, what comes after them with the last. Empty where the layers are not
-    one list, between what the model applies before and after them.
+    The embedding is with the first, what comes after the layers with the last. Empty where a model has other weights
+    beside its layers, or not one list of them.
     """
     base, layers = model.base_model, layers_of(model)
     children = list(base.children())
@@ -22,7 +22,7 @@ def units_of(model: Any) -> list[list[torch.nn.Module]]:
         return []
     place, head = children.index(lists[0]), model.get_output_embeddings()
     units: list[list[torch.nn.Module]] = [[layer] for layer in layers]
-    units[0] = [*filter(_has_weights, children[:place]), *units[0]]
+    units[0] = [model.get_input_embeddings(), *units[0]]
     units[-1] += [*filter(_has_weights, children[place + 1 :]), head]
     known = {parameter for unit in units for each in unit for parameter in each.parameters()}
     return units if known == set(model.parameters()) else []

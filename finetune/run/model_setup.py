@@ -102,9 +102,7 @@ def build_optimizer(
     Under pp the model has those of this process's stage from here on.
     """
     train = cfg.train
-    if launch.stages > 1:
-        distributed.Pipeline(model, launch, accelerator.device, distributed.compute_dtype(launch, train.weights))
-    return optimizers.build_optimizer(
+    built = optimizers.build_optimizer(
         model,
         name=train.optimizer,
         learning_rate=train.learning_rate,
@@ -119,3 +117,7 @@ def build_optimizer(
         lora_plus_ratio=cfg.adapter.lora_plus_ratio,
         ema_decay=train.ema_decay,
     )
+    if launch.stages > 1:  # of the whole model it has been built, by which rates and groups go
+        dtype = distributed.compute_dtype(launch, train.weights)
+        distributed.Pipeline(model, launch, accelerator.device, dtype).leave_own(built)
+    return built

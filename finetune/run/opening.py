@@ -157,8 +157,8 @@ def bubble_line(stages: int, micro_batches: int) -> str:
     after the last has left it (arXiv:2104.04473, section 2.2.1)."""
     share = (stages - 1) / (micro_batches + stages - 1)
     return (
-        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step for {stages} stages, each of which "
-        f"waits {share:.0%} of it; with more and smaller micro-batches they wait less"
+        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} in a step for {stages} stages: each is idle "
+        f"for {share:.0%} of it, less with more and smaller micro-batches"
     )
 
 

@@ -49,8 +49,8 @@ def check_memory(
             occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
             micro_batch = make_micro_batch()
             if pipeline := pipeline_of(model):
-                at_once = min(pipeline.stages, accelerator.gradient_accumulation_steps)
-                pipeline_step.backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
+                micro_batches = accelerator.gradient_accumulation_steps
+                pipeline_step.try_out(pipeline, model, loss_sum, micro_batch, micro_batches)
             elif engine is None:
                 accelerator.backward(loss_sum(model, micro_batch) * 0)
             else:  # not as Accelerate does it, for it would step

@@ -87,5 +87,7 @@ def step_if_finite(
     norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
     if math.isfinite(norm) or accelerator.scaler is not None or engine_of(model) is not None:
         optimizer.step()
+        if pipeline:
+            pipeline.step_as_one(model)
     optimizer.zero_grad()
     return norm
