@@ -24,6 +24,7 @@ from finetune.distributed import pipeline_step
 from finetune.errors import InputError
 from finetune.models import pipeline_stages
 from finetune.models.loading import without_weights
+from finetune.models.stage_cuts import cuts
 from finetune.output.run_reading import read_run
 
 PROVEN = pytest.mark.prove
@@ -37,7 +38,7 @@ def dearest(costs: list[float], bounds: tuple[int, ...]) -> float:
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=8), stages=st.integers(1, 8))
 def test_no_other_cut_has_a_dearest_stage_that_costs_less(costs: list[float], stages: int):
     stages = min(stages, len(costs))
-    found = pipeline_stages.cuts(costs, stages)
+    found = cuts(costs, stages)
     assert [unit for first, end in found for unit in range(first, end)] == list(range(len(costs)))
     assert min(end - first for first, end in found) >= 1
     every = itertools.combinations(range(1, len(costs)), stages - 1)

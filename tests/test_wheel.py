@@ -104,6 +104,7 @@ def test_help_answers_without_importing_the_heavy_libraries(installed: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.prove
 def test_a_newcomer_comes_from_rows_of_their_own_to_a_model_for_transformers(installed: Path, tmp_path: Path):
     """In an empty folder, by the commands of the README: unpack, the demo, and then look, plan, train with QLoRA, talk,
     score, report, merge."""

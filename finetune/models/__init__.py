@@ -8,5 +8,5 @@ checkpointing), ``fused`` (norms and gated products), ``rotary`` (queries and ke
 they are the model's), ``quantization``, ``adapter``, ``adapter_start`` (what its matrices begin with),
 ``continued_adapter``, ``attention``, ``context_attention`` (rows that several processes compute together),
 ``document_attention`` (without a GPU) and ``packing_support`` (documents that lie end to end), ``pipeline_stages``
-(which modules each has), ``flops``.
+(which modules each has), ``stage_cuts`` (where layers are cut into them, without PyTorch), ``flops``.
 """

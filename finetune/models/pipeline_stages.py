@@ -1,12 +1,11 @@
 """Which of a model's modules each stage of a pipeline has."""
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
 from finetune.models.recomputation import layers_of
+from finetune.models.stage_cuts import cuts
 
 
 def units_of(model: Any) -> list[list[torch.nn.Module]]:
@@ -31,37 +30,13 @@ def units_of(model: Any) -> list[list[torch.nn.Module]]:
 def stages_of(model: Any, stages: int) -> list[list[torch.nn.Module]]:
     """The modules of each stage, of which the dearest costs as little as can be."""
     units = units_of(model)
-    config = model.config.get_text_config()
-    embedding = model.get_input_embeddings()
-    costs = [sum(_cost(each, config) for each in unit if each is not embedding) for unit in units]
-    return [[module for unit in units[first:end] for module in unit] for first, end in cuts(costs, stages)]
+    return [[module for unit in units[first:end] for module in unit] for first, end in cuts(costs_of(model), stages)]
 
 
-def cuts(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Which units each stage has, as the first one and the one after the last: at least one.
-
-    Args:
-        costs: of each unit, in their order.
-
-    Example: units that cost 2, 2, 2, 2 and 3 are cut in two into 2, 2, 2 and 2, 3: the dearest costs 6.
-    """
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-
-    @cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """What the dearest stage costs, and where each ends."""
-        if left == 1:
-            return before[-1] - before[first], (len(costs),)
-        found = []
-        for end in range(first + 1, len(costs) - left + 2):
-            dearest, ends = best(end, left - 1)
-            found.append((max(dearest, before[end] - before[first]), (end, *ends)))
-        return min(found)
-
-    ends = best(0, stages)[1]
-    return list(zip((0, *ends), ends))
+def costs_of(model: Any) -> list[float]:
+    """Of each unit, the multiplications for a token; the last has those of the head."""
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings()
+    return [sum(_cost(each, config) for each in unit if each is not embedding) for unit in units_of(model)]
 
 
 def _has_weights(module: torch.nn.Module) -> bool:
