@@ -114,7 +114,9 @@ def test_pieces_of_replicas_and_of_8_bit_state():
     ]
     assert written == [(0, 3), (3, 6)]
     shard = FlatShard("w", (32, 64), 1024, 1024, torch.zeros(1024), 0, keeps_blocks=True)
-    piece = sharded_state._state_piece(strategy("fsdp2", 1, 2), shard, "absmax1", torch.zeros(4), blockwise=True)
+    piece = sharded_state._state_piece(
+        strategy("fsdp2", 1, 2), shard, "absmax1", torch.zeros(4), blockwise=True, writes=True
+    )
     assert (piece.shape, piece.begin, len(piece.values)) == ((8,), 4, 4)
 
 
