@@ -11,6 +11,7 @@ import scenarios
 import sharing
 import tiny
 import yaml
+from alike import FIGURES, assert_alike, texts_in
 
 from finetune.output.run_reading import read_run
 
@@ -58,16 +59,9 @@ def test_answers_that_are_compared_are_refused(loss: str, ranks: Any, model_fold
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Texts to train on, and two held-out sources."""
-    folder = tmp_path_factory.mktemp("texts")
-    held_out = [
-        str(corpora.write_texts(folder / f"{name}.jsonl", rows=5, seed=seed)) for seed, name in ((1, "a"), (2, "b"))
-    ]
-    return {"data__train": str(corpora.write_texts(folder / "train.jsonl", rows=60)), "data__eval": held_out}
+    return texts_in(tmp_path_factory.mktemp("texts"))
 
 
-FIGURES = ["eval_loss", "eval_bits_per_byte"]
-FIGURES += [f"eval_{figure}/{source}.jsonl" for figure in ("loss", "bits_per_byte") for source in "ab"]
 PRETRAINING: dict[str, Any] = {
     "pretrain__z_loss": 1e-3,
     "train__label_smoothing": 0.1,
@@ -138,13 +132,6 @@ def tuned(
 
     run.folder = folder
     return run
-
-
-def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected):
-        compared = ["loss", "grad_norm", "tokens", *(["eval_loss"] if "eval_loss" in other else [])]
-        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
 
 
 SHOWN = ["plain", "averages, answers and layers computed again"]

@@ -14,6 +14,7 @@ import sharing
 import tiny
 import torch
 import yaml
+from alike import FIGURES, assert_alike, texts_in
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
@@ -193,13 +194,6 @@ def tuned(
     return run
 
 
-def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected):
-        compared = ["loss", "grad_norm", "tokens", *(["eval_loss"] if "eval_loss" in other else [])]
-        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
-
-
 @pytest.mark.parametrize(
     "name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in SETTINGS if each not in SHOWN)]
 )
@@ -292,16 +286,7 @@ def test_a_row_is_filled_up_with_documents_that_are_not_trained_and_no_longer_th
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Texts to train on, and two held-out sources."""
-    folder = tmp_path_factory.mktemp("texts")
-    held_out = [
-        str(corpora.write_texts(folder / f"{name}.jsonl", rows=5, seed=seed)) for seed, name in ((1, "a"), (2, "b"))
-    ]
-    return {"data__train": str(corpora.write_texts(folder / "train.jsonl", rows=60)), "data__eval": held_out}
-
-
-FIGURES = ["eval_loss", "eval_bits_per_byte"]
-FIGURES += [f"eval_{figure}/{source}.jsonl" for figure in ("loss", "bits_per_byte") for source in "ab"]
+    return texts_in(tmp_path_factory.mktemp("texts"))
 
 
 def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
