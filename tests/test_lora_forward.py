@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_fused import model_of, step
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import quantization
 from finetune.models.lora_forward import write_once
+from finetune.models.recomputation import recompute_activations
 
 
 def adapted(bits: int | None, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
@@ -46,6 +48,60 @@ def test_loss_and_gradients_are_those_of_peft(bits: int | None) -> None:
     bound = 2e-2 if bits == 8 else 2e-6
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound * float(gradient.abs().max()))
+
+
+class Sums(TorchDispatchMode):
+    """Counts the additions of tensors as large as a hidden state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_sum = func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
+        self.count += is_sum and found.numel() == self.size
+        return found
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_gradients_of_an_input_are_summed_by_the_products_that_make_them(bits: int | None, recomputes: bool) -> None:
+    """Autograd makes 9 of them in a layer: each of 6 is summed with its adapter's, those of queries, keys and values
+    with one another, and that of an MLP's gate with the one of its fellow. (The input of the last product is wider, and
+    not counted.) The first layer's input has no gradient, because the embedding is frozen: 5 less. Layers that are
+    computed again make the sums of PEFT's outputs once more."""
+    models = [adapted(bits, torch.float32), adapted(bits, torch.float32)]
+    write_once(models[0])
+    found = []
+    for model in models:
+        if recomputes:
+            recompute_activations(model)
+        torch.manual_seed(1)
+        tokens = torch.randint(97, (2, 17))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with Sums(2 * 17 * 32) as sums:
+            loss.backward()
+        found.append(sums.count)
+        assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    assert found[1] - found[0] == 9 + 4 + (3 if recomputes else 0)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
+
+
+def test_a_backward_pass_that_ends_within_a_layer_leaves_nothing_to_the_next_one() -> None:
+    model, plain = adapted(None, torch.float32), adapted(None, torch.float32)
+    write_once(model)
+    tokens = torch.arange(17)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    last: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+    torch.autograd.grad(loss, last.lora_A["default"].weight, retain_graph=True)
+    loss.backward()
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -32,6 +32,11 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def current_backward() -> int:
+    """A number that tells backward passes apart, of the one within which this is called. Goes with a public name."""
+    return int(torch._C._current_graph_task_id())
+
+
 def first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, whose gradient is passed on as soon as it is there. Autograd takes what was computed last first, and
     would leave that of a tensor which was made early to the end. Goes with a public setter."""

@@ -214,7 +214,27 @@ def collate(
                 next_tokens[line, start + first - 1 : start + end - 1] = tokens[first:end]
             start += len(tokens)
     bounds = document_bounds([len(row.tokens) for row in lines[0]], device) if flat else {}
-    return next_tokens.to(device), {"input_ids": input_ids.to(device), **bounds}
+    labels: Any = on_device(next_tokens, device)
+    labels.trained_positions = on_device(trained_positions(next_tokens), device)
+    return labels, {"input_ids": on_device(input_ids, device), **bounds}
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the host; to a GPU from pinned memory, so that the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def trained_positions(next_tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Positions whose next token is trained, rows end to end; the first of all where none is.
+
+    ``collate`` finds them on the host, and labels carry them: else the host waits for a GPU, which has nothing to do
+    when it goes on. Labels that are made from others carry none.
+    """
+    known: torch.Tensor | None = getattr(next_tokens_BT, "trained_positions", None)
+    if known is not None:
+        return known
+    found = (next_tokens_BT.flatten() != IGNORED).nonzero().flatten()
+    return found if len(found) else found.new_zeros(1)
 
 
 def document_bounds(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -238,12 +258,10 @@ def document_bounds(lengths: Sequence[int], device: torch.device) -> dict[str, A
     ends = sizes.cumsum(0)
     positions = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
     bounds = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-    if device.type == "cuda":  # from pinned memory the copies run beside the host
-        positions, bounds = positions.pin_memory(), bounds.pin_memory()
-    bounds = bounds.to(device, non_blocking=True)
+    bounds = on_device(bounds, device)
     longest = max(lengths)
     return {
-        "position_ids": positions[None].to(device, non_blocking=True),
+        "position_ids": on_device(positions[None], device),
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": longest,

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from finetune.data.batches import collate
+from finetune.data.batches import collate, on_device, trained_positions
 from finetune.data.encoding import Row
-from finetune.training.loss import LossOfScores, token_losses, trained_positions
+from finetune.training.loss import LossOfScores, token_losses
 
 
 def document_numbers(documents: Sequence[Row], shape: torch.Size, *, flat: bool) -> torch.Tensor:
@@ -56,5 +56,5 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Of each document the sum over its trained tokens, in nats, of shape (documents,); computed in one batch."""
     next_tokens, inputs = collate([[document] for document in documents], device, flat=flat)
-    numbers = document_numbers(documents, next_tokens.shape, flat=flat).to(device)
+    numbers = on_device(document_numbers(documents, next_tokens.shape, flat=flat), device)
     return of_documents(model, next_tokens, inputs, numbers, len(documents), lambda sums_D: sums_D).float()

@@ -11,6 +11,7 @@ does to its scores beside the product (a bias, Gemma's cap, Granite's and Cohere
 
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from finetune.data.batches import IGNORED
+from finetune.data.batches import IGNORED, trained_positions
 from finetune.errors import InputError
 from finetune.models import token_rows
 from finetune.units import MIB, largest_part
@@ -115,13 +116,6 @@ def next_token_loss_sum(
 def is_training(model: torch.nn.Module) -> bool:
     """Whether a prepared model is in training: DeepSpeed's engine around it does not know."""
     return bool(getattr(model, "module", model).training)
-
-
-def trained_positions(next_tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Positions whose next token is trained, rows end to end; the first of all where none is. Waits for a GPU to copy
-    the tokens."""
-    found = (next_tokens_BT.flatten() != IGNORED).nonzero().flatten()
-    return found if len(found) else found.new_zeros(1)
 
 
 def token_loss_sum(
@@ -231,7 +225,7 @@ class _Seen:
 
 
 def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any) -> torch.Tensor:
-    bases = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    bases = _bases_of(model)
     known, head = model.get_output_embeddings(), head_of(model)
     rows_apart = token_rows.opened(head)
     held, plain = rows_apart or ([head], head.forward)
@@ -307,6 +301,16 @@ def _counted(
 
 def _weighted(losses_of: SumOf, weights_N: torch.Tensor, hidden_ND: torch.Tensor, part: slice) -> torch.Tensor:
     return (losses_of(hidden_ND, part) * weights_N[part]).sum()
+
+
+def _bases_of(model: Any) -> list[PreTrainedModel]:
+    """The models within a model. Its modules are looked through once: with an adapter there are thousands."""
+    if model not in _known_bases:
+        _known_bases[model] = [each for each in model.modules() if isinstance(each, PreTrainedModel)][1:]
+    return _known_bases[model]
+
+
+_known_bases = weakref.WeakKeyDictionary[Any, list[PreTrainedModel]]()
 
 
 def _within(modules: Sequence[torch.nn.Module], function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
 from finetune.data import batches
-from finetune.data.batches import NOTHING
+from finetune.data.batches import NOTHING, on_device
 from finetune.data.encoding import Row
 from finetune.training.documents import document_numbers, of_documents
 from finetune.training.loss import Figure, Objective, added, is_training
@@ -47,10 +47,10 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
     return PairedBatch(
         next_tokens,
         inputs,
-        document_numbers(every, next_tokens.shape, flat=flat).to(device),
-        torch.tensor([float(each.trained_tokens) for each in every], device=device).view(-1, 2),
-        torch.tensor([each.reference if each.trained_tokens else 0.0 for each in every], device=device).view(-1, 2),
-        torch.tensor([float(len(documents) > 0) for documents in places], device=device),
+        on_device(document_numbers(every, next_tokens.shape, flat=flat), device),
+        on_device(torch.tensor([float(each.trained_tokens) for each in every]).view(-1, 2), device),
+        on_device(torch.tensor([each.reference if each.trained_tokens else 0.0 for each in every]).view(-1, 2), device),
+        on_device(torch.tensor([float(len(documents) > 0) for documents in places]), device),
     )
 
 

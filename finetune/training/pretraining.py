@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import batches
-from finetune.data.batches import IGNORED
+from finetune.data.batches import IGNORED, on_device, trained_positions
 from finetune.data.encoding import Row
 from finetune.data.rows import Rows
 from finetune.training.documents import document_numbers
-from finetune.training.loss import Figure, LossOfScores, Objective, added, is_training, token_losses, trained_positions
+from finetune.training.loss import Figure, LossOfScores, Objective, added, is_training, token_losses
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def collate(places: Sequence[Sequence[Row]], device: torch.device, *, flat: bool
     origins, sizes = torch.tensor(measured).T
     numbers = document_numbers(every, next_tokens.shape, flat=flat)
     bytes_S = torch.zeros(sources).index_add(0, origins, sizes.float())
-    return CorpusBatch(next_tokens, inputs, origins[numbers].to(device), bytes_S.to(device))
+    return CorpusBatch(next_tokens, inputs, on_device(origins[numbers], device), on_device(bytes_S, device))
 
 
 class Pretraining:
