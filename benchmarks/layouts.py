@@ -24,14 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import TOGETHER, heads_problems, refusal
+from finetune.config.compatibility import STRATEGIES, TOGETHER, heads_problems, refusal, stage_problems
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import PLANNED, world_sizes_problem
+from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -61,15 +61,19 @@ def layouts(
     if rows % processes:
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
-    spreads = [(name, 1) for name in PLANNED if name not in TOGETHER and not name.endswith(ON_DISK)]
-    spreads += [(name, size) for name in TOGETHER for size in range(2, processes + 1) if processes % size == 0]
+    sizes = [size for size in range(2, processes + 1) if processes % size == 0]
+    has_size = {**dict.fromkeys(TOGETHER, "context"), "pp": "stages"}
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES if name not in has_size]
+    spreads += [(name, {what: size}) for name, what in has_size.items() for size in sizes]
     heads = MODELS[model]["num_attention_heads"], MODELS[model]["num_key_value_heads"]
     found = []
-    for strategy, context in spreads:
-        setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", context=context)
-        if world_sizes_problem(strategy, processes, context) or refusal(setting.cell):
+    for strategy, size in spreads:
+        setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
+        if strategy.endswith(ON_DISK) or world_sizes_problem(strategy, processes, **size) or refusal(setting.cell):
             continue
-        if heads_problems(strategy, context, *heads):
+        if heads_problems(strategy, setting.context, *heads):
+            continue
+        if stage_problems(model, MODELS[model]["num_hidden_layers"], setting.stages):
             continue
         ways = [
             replace(

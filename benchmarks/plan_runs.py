@@ -78,6 +78,8 @@ class Bench:
         launched = launch_environment(file, n, setting.precision)
         if key := TOGETHER.get(setting.strategy):
             launched[f"PARALLELISM_CONFIG_{key.upper()}"] = str(setting.context)
+        if setting.stages > 1:
+            launched["MEGATRON_LM_PP_DEGREE"] = str(setting.stages)
         port, processes, logs = _free_port(), [], []
         self.started += 1
         for rank in range(n):

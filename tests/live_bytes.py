@@ -35,7 +35,7 @@ def bytes_held(config: Any) -> dict[str, Any]:
             if isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor"):
                 share = parameter.to_local() if isinstance(parameter, DTensor) else parameter.ds_tensor
                 held |= {share.data_ptr(): share.nbytes} if share.numel() else {}
-            else:  # with the padding of the buffer that it lies in
+            elif parameter.device.type != "meta":  # with the padding of the buffer that it lies in
                 held[parameter.untyped_storage().data_ptr()] = parameter.untyped_storage().nbytes()
         seen["parameters"] = sum(held.values())
         seen["tensors"] = names

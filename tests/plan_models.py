@@ -10,7 +10,7 @@ less memory and more time (``test_plan_choose`` holds them to that). Left out: w
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,12 @@ class Llama:
             positions=self.positions,
             keeps_apart=True,
             heads=self.heads,
+            width=self.hidden,
+            costs=(
+                *[float(self.layer_linear)] * (self.layers - 1),
+                float(self.layer_linear + self.vocabulary * self.hidden),
+            ),
+            ties=self.tied,
         )
 
     def trained(self, setting: Setting) -> dict[tuple[int, ...], int]:
@@ -157,8 +163,15 @@ class Llama:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class WholeStep(Step):
     """Of all layers, with nothing to extrapolate."""
+
+    llama: Llama
+    setting: Setting
+
+    def with_layers(self, layers: int) -> Step:
+        return Step(layers, *(step_of(replace(self.llama, layers=depth), self.setting).low for depth in (1, 2)))
 
     @cached_property
     def kernels(self) -> list[Kernel]:
@@ -182,7 +195,7 @@ def step_of(llama: Llama, setting: Setting) -> Step:
         sent=tuple(_sent(llama, setting, place, state)),
         most_scored=2**40,
     )
-    return WholeStep(llama.layers, depth, depth)
+    return WholeStep(llama.layers, depth, depth, llama=llama, setting=setting)
 
 
 class _State:

@@ -48,6 +48,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 UNGROUPED = LLAMA | {"num_key_value_heads": HEADS}
+ANATOMY = Anatomy(0, 0, 0, 0, (), 2, 0, 1, None)
 SETTING = Setting(row_tokens=TOKENS)
 OF_SCORES = 4 * HEADS * TOKENS**2
 """Bytes of a layer's scores in fp32."""
@@ -67,9 +68,8 @@ def step_of(setting: Setting, fields: dict[str, Any] = LLAMA) -> Step:
 
 def predicted(step: Step, setting: Setting, gpus: str) -> StepTime:
     machines = parse_gpus(gpus)
-    return step_time(
-        step, replace(setting, world_size=machines.world_size), machines, mean_document_tokens=setting.row_tokens
-    )
+    asked = replace(setting, world_size=machines.world_size)
+    return step_time(step, asked, machines, ANATOMY, mean_document_tokens=setting.row_tokens)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -92,7 +92,7 @@ def test_queries_that_are_not_grouped_keep_no_scores_on_any_card():
 def test_kept_scores_grow_with_the_square_of_a_row():
     step = step_of(replace(SETTING, flash=False))
     short, long = (
-        step_memory(step, replace(SETTING, row_tokens=tokens)).parts["activations"] for tokens in (2048, 4096)
+        step_memory(step, replace(SETTING, row_tokens=tokens), ANATOMY).parts["activations"] for tokens in (2048, 4096)
     )
     assert long - short > 3 * 2 * 4 * HEADS * 2048**2
 

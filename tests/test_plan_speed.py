@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_models import arithmetic
 from torch.utils.flop_counter import FlopCounterMode
 from tracing import begun, traced_step
 from transformers import AutoModelForCausalLM
@@ -39,6 +40,7 @@ SMALL: dict[str, Any] = {
 MIXTURE = SMALL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 PUBLISHED = json.loads((Path(__file__).parent / "model_configs.json").read_text())["llama-3.1-8b"]
 LLAMA_8B, PARAMETERS = PUBLISHED["config"], PUBLISHED["parameters"]
+ANATOMY = arithmetic("llama-3.1-8b").anatomy
 HEAD = LLAMA_8B["hidden_size"] * LLAMA_8B["vocab_size"]
 DOWN = LLAMA_8B["hidden_size"] * LLAMA_8B["intermediate_size"]
 TRACED = MicroBatch(7, 29)
@@ -84,7 +86,7 @@ def step(traces: "dict[Setting, Future[Step]]") -> Any:
 def predicted(step: Any) -> Any:
     def predict(setting: Setting, gpus: str | None = None, tokens: float | None = None) -> StepTime:
         machines = parse_gpus(gpus or GPUS[setting.world_size])
-        return step_time(step(setting), setting, machines, mean_document_tokens=tokens or setting.row_tokens)
+        return step_time(step(setting), setting, machines, ANATOMY, mean_document_tokens=tokens or setting.row_tokens)
 
     return predict
 
@@ -253,7 +255,7 @@ def of(setting: Setting) -> Setting:
 @given(setting=cases())
 def test_parts_are_not_negative_add_up_and_stay_below_the_peak(setting: Setting, step: Any):
     machines = parse_gpus(GPUS[setting.world_size])
-    found = step_time(step(of(setting)), setting, machines, mean_document_tokens=1024)
+    found = step_time(step(of(setting)), setting, machines, ANATOMY, mean_document_tokens=1024)
     assert all(part >= 0 for part in astuple(found.parts))
     assert found.parts.optimizer > 0
     assert found.step_seconds == pytest.approx(sum(astuple(found.parts)))
@@ -271,7 +273,7 @@ def test_more_of_anything_takes_longer_and_a_larger_micro_batch_is_never_slower_
 ):
     def time(changed: Setting, tokens: float = 1024) -> StepTime:
         machines = parse_gpus(GPUS[setting.world_size])
-        return step_time(step(of(changed)), changed, machines, mean_document_tokens=tokens)
+        return step_time(step(of(changed)), changed, machines, ANATOMY, mean_document_tokens=tokens)
 
     once = time(setting)
     longer = time(replace(setting, micro_batch_size=times * setting.micro_batch_size))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import forking
 
+from finetune.trace.layers import Anatomy
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Step
 from finetune.trace.tracer import Tracer
@@ -54,6 +55,12 @@ def _answer(connection: Any, call: Callable[[], Any]) -> None:
     except Exception:
         answer = (None, traceback.format_exc())
     connection.send(answer)
+
+
+def traced_anatomy(model: dict[str, Any]) -> Anatomy:
+    """The sizes of a model, by a tracer that remembers nothing."""
+    with tempfile.TemporaryDirectory() as folder, Tracer(model, row_tokens=2048, folder=Path(folder)) as tracer:
+        return tracer.anatomy
 
 
 def traced_step(

@@ -6,7 +6,8 @@ through the frozen weights and through the adapter, and those of all layers that
 
 Here every sum is made by the product that computes what is added, in its place. A layer's output is written once, and
 so is the gradient of its input; queries, keys and values, or the two projections of a gated MLP, add up one gradient of
-the input that they share. For the backward pass the input is kept, once for all of them, and ``lora_A(x)``.
+the input that they share. (Not in layers that are recomputed: nothing keeps that input alive from one to the next.) For
+the backward pass the input is kept, once for all of them, and ``lora_A(x)``.
 """
 
 import sys

@@ -4,8 +4,9 @@ Arithmetic on traces of the recipe's own step, which ``finetune.trace`` makes an
 PyTorch, so that an answer whose traces are known takes a second. (What a user of ``finetune plan`` writes and reads is
 in ``finetune.cli.planning``.)
 
-``question`` (what is asked), ``model`` (what its steps take, by their traces). Memory: ``memory``. Time: ``speed``,
-``communication``. The answer: ``judged_rows``, ``changes``, ``candidates``, ``preference``, ``nearest``, ``choose``.
+``question`` (what is asked), ``model`` (what its steps take, by their traces), ``pipelines`` (of a stage). Memory:
+``memory``. Time: ``speed``, ``communication``. The answer: ``judged_rows``, ``changes``, ``candidates``,
+``preference``, ``nearest``, ``choose``.
 ``of_run``: the plan of a run that starts.
 """
 

@@ -16,11 +16,13 @@ from finetune.config.compatibility import (
     bf16_weights_problems,
     context_problems,
     heads_problems,
+    pipeline_problems,
     reference_problems,
     refusal,
     spread_problems,
+    stage_problems,
 )
-from finetune.config.refusals import recomputation_problems
+from finetune.config.refusals import batch_problems, recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import with_8_bit_state, with_bf16_weights
@@ -59,10 +61,10 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
         if len(question.strategies) > 1 and is_pointless(strategy, question.machines, question.base.row_tokens):
             continue
         for method in question.methods:
-            for context in contexts(strategy, question.machines):
-                how: dict[str, Any] = {"strategy": strategy, "context": context}
+            for sizes in splits(strategy, question.machines, question.model.anatomy.layers) or [{}]:
+                how: dict[str, Any] = {"strategy": strategy, **sizes}
                 base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
-                if why := why_not(question.model, base):
+                if why := why_not(question.model, base) or _too_few_rows(question, base):
                     left_out.append(Impossible(strategy, method, why))
                 else:
                     possible.append(base)
@@ -72,6 +74,23 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
         else:
             left_out.append(Impossible(base.strategy, base.method, str(found)))
     return rows + _reduced(question, rows, judge), left_out
+
+
+def _too_few_rows(question: Question, base: Setting) -> str | None:
+    rows, micro_batch_size = question.global_batch_size, question.micro_batch_size or 1
+    return next(iter(batch_problems(rows, micro_batch_size, base.data_processes)), None)
+
+
+def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, int]]:
+    """The sizes that a strategy leaves open: GPUs that compute each row together, or the stages of a pipeline.
+
+    Args:
+        layers: of the model.
+    """
+    if strategy == "pp":
+        world_size = machines.world_size
+        return [{"stages": each} for each in range(2, min(world_size, layers) + 1) if world_size % each == 0]
+    return [{"context": each} for each in contexts(strategy, machines)]
 
 
 def contexts(strategy: str, machines: Machines) -> list[int]:
@@ -92,7 +111,7 @@ def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool
         return strategy != "cp" or row_tokens < LONG_ROW_TOKENS or machines.world_size == 1
     placement = placement_of(strategy, machines.world_size)
     if machines.world_size == 1:
-        return placement.framework != "plain" and placement.optimizer_on == "gpu"
+        return strategy == "pp" or (placement.framework != "plain" and placement.optimizer_on == "gpu")
     return machines.nodes == 1 and placement.framework == "fully_shard" and placement.replicas > 1
 
 
@@ -104,7 +123,8 @@ def why_not(model: Model, setting: Setting) -> str | None:
             "take its 16-bit version."
         )
     return (
-        world_sizes_problem(setting.strategy, setting.world_size, setting.context)
+        world_sizes_problem(setting.strategy, setting.world_size, setting.context, setting.stages)
+        or next(iter(_pipeline_problems(model, setting)), None)
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
@@ -114,14 +134,29 @@ def why_not(model: Model, setting: Setting) -> str | None:
     )
 
 
+def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
+    if setting.stages == 1:
+        return []
+    return stage_problems("this model", len(model.anatomy.costs), setting.stages) + pipeline_problems(
+        setting.strategy,
+        embedding_noise=setting.embedding_noise,
+        paired=setting.paired,
+        precision=setting.precision,
+    )
+
+
 def _context_problems(model: Model, setting: Setting) -> list[str]:
     if setting.context == 1:
         return []
-    anatomy = model.anatomy
-    attention, is_paired = "auto" if setting.flat else "sdpa", setting.reference != "none"
+    anatomy, attention = model.anatomy, "auto" if setting.flat else "sdpa"
     return (
         spread_problems(anatomy.not_spread)
-        + context_problems(setting.strategy, embedding_noise=False, paired=is_paired, attention=attention)
+        + context_problems(
+            setting.strategy,
+            embedding_noise=setting.embedding_noise,
+            paired=setting.paired,
+            attention=attention,
+        )
         + heads_problems(setting.strategy, setting.context, *anatomy.heads)
     )
 
@@ -138,13 +173,17 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
             continue
         on_gpu = [row for row in on_gpu if _could_fit(row)]
         for base in _reductions(question):
-            changed = [replace(base, strategy=row.setting.strategy, adapter="none", bits=None) for row in on_gpu]
+            changed = [replace(base, **_launch(row.setting), adapter="none", bits=None) for row in on_gpu]
             possible = [each for each in changed if why_not(question.model, each) is None]
             tried = _fastest_of_each(question, possible, judge)
             if fitting := [row for row in tried if isinstance(row, Row) and row.verdict == "fits"]:
                 found += fitting
                 break
     return found
+
+
+def _launch(setting: Setting) -> dict[str, Any]:
+    return {"strategy": setting.strategy, "context": setting.context, "stages": setting.stages}
 
 
 def _could_fit(row: Row) -> bool:
@@ -219,7 +258,7 @@ def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[S
             fitting = bisect_left(settings, True, key=lambda setting: row(setting).verdict != "fits")
             speeds |= {setting: possible[setting] for setting in settings[:fitting]}
         most = max(possible.values())
-    if len(question.checkpointing) > 1:
+    if len(question.checkpointing) > 1 and base.stages == 1:
         recomputing = [setting for setting in speeds if setting.activation_checkpointing]
         partly = [each for each in map(partial(_partly, question), recomputing) if row(each).verdict == "fits"]
         speeds |= {setting: _tokens_per_second(question, setting) for setting in partly}

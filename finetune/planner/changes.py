@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import TOGETHER, bf16_weights_problems
-from finetune.trace.placement import PLANNED, placement_of
+from finetune.config.compatibility import STRATEGIES, TOGETHER, bf16_weights_problems
+from finetune.trace.placement import placement_of
 from finetune.trace.setting import Setting
 
 LEAST_ROW_TOKENS = 128
@@ -61,21 +61,32 @@ def with_bf16_weights(setting: Setting) -> list[Setting]:
 
 
 def sharded(setting: Setting) -> list[Setting]:
-    """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads."""
+    """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads. Of a
+    pipeline also with more stages."""
     here = setting.placement
     found = []
-    for strategy in (each for each in PLANNED if each not in TOGETHER):
+    if setting.stages > 1:
+        deeper = [each for each in range(setting.stages + 1, setting.world_size + 1) if setting.world_size % each == 0]
+        found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
+        if setting.accumulation % setting.stages:  # too few rows for as many processes as there are GPUs
+            return found
+    for strategy in (each for each in STRATEGIES if each not in TOGETHER and each != "pp"):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
         if there.optimizer_on == "gpu" and (more > less or (more == less and here.optimizer_on != "gpu")):
-            found.append(replace(setting, strategy=strategy))
+            found.append(replace(_with_stages(setting, 1), strategy=strategy))
     return found
+
+
+def _with_stages(setting: Setting, stages: int) -> Setting:
+    """With the rows of a step."""
+    return replace(setting, stages=stages, accumulation=setting.accumulation * stages // setting.stages)
 
 
 def spread(setting: Setting) -> list[Setting]:
     """With each row computed by 2, 4 or 8 of the GPUs, where the rows of a step are enough for all."""
-    if setting.context > 1:
+    if setting.context > 1 or setting.stages > 1:
         return []
     sizes = [number for number in (2, 4, 8) if setting.world_size % number == 0]
     return [

@@ -7,11 +7,13 @@ fast as the slower of the link inside and all adapters of a machine together.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
+from finetune.planner.pipelines import Stage, sent_bytes, trained_share
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Sent, Step
@@ -65,6 +67,34 @@ def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) ->
         found[one.what] = one
     every = (*found.values(), *_offload(step, setting, machines, rates))
     return tuple(each for each in every if each.bytes)
+
+
+def pipeline_transfers(
+    step: Step, setting: Setting, machines: Machines, width: int, stages: Sequence[Stage]
+) -> tuple[Transfer, ...]:
+    """What a stage of a pipeline sends in an optimizer step: to its neighbours, and to its replicas.
+
+    Args:
+        width: elements of a hidden state.
+    """
+    replicas, times = setting.data_processes, setting.accumulation
+    # of several machines some neighbours are in another one, and all wait for them
+    gb_per_second, latency = _route(machines, 2, machines.gpus_per_node if machines.nodes > 1 else replicas)
+    size, calls = sent_bytes(setting, width) * times, float(times)
+    seconds = size / (gb_per_second * 1e9) + latency * times
+    found = [
+        Transfer("hidden states to the next stage", "forward", size, calls, seconds, overlaps=False),
+        Transfer("gradients to the stage before", "backward", size, calls, seconds, overlaps=False),
+    ]
+    if replicas > 1:
+        largest = max(trained_share(step, stage) for stage in stages)
+        elements = largest * sum(count * math.prod(shape) for shape, count in step.trained().items())
+        gradients = elements * (2 if setting.weights == "bf16" else 4)
+        gb_per_second, latency = _route(machines, replicas, 1)
+        moved, calls = 2 * (replicas - 1) / replicas * gradients, max(1.0, gradients / BUCKET_BYTES)
+        seconds = moved / (gb_per_second * 1e9) + 2 * latency * calls
+        found.append(Transfer("all-reduce over replicas", "step", moved, calls, seconds, overlaps=False))
+    return tuple(found)
 
 
 def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) -> Transfer:

@@ -8,9 +8,10 @@ the model's sizes. What PyTorch's allocator counts as allocated (``torch.cuda.ma
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from finetune.optim.optimizer_state import Trained, state_tensors
+from finetune.planner import pipelines
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import Placement
 from finetune.trace.setting import Setting
@@ -64,19 +65,36 @@ class StepMemory:
         return tuple((phase, {name: round(size) for name, size in parts.items()}) for phase, parts in self.moments())
 
 
-def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) -> StepMemory:
-    """The second optimizer step of a run on the first of its processes.
+def step_memory(step: Step, setting: Setting, anatomy: Anatomy, *, large_workspaces: bool = True) -> StepMemory:
+    """The second optimizer step of a run on the first of its processes; of a pipeline on the stage that needs most.
 
     Args:
         step: of ``Model.step``.
         large_workspaces: of matrix products, as on Hopper and later.
     """
-    place = setting.placement
+    if setting.stages > 1:
+        micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
+        found = []
+        for stage in pipelines.stages_of(setting, anatomy):
+            of_stage = partial(pipelines.moments_of, step, setting, stage, micro_batch, anatomy.width)
+            found.append(_memory(of_stage(), partial(of_stage, on_course=True), step, setting, large_workspaces))
+        return max(found, key=lambda each: each.peak)
     micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
+    every = step.moments(micro_batch, accumulation=setting.accumulation)
+    return _memory(every, lambda: step.course(micro_batch), step, setting, large_workspaces)
+
+
+def _memory(
+    every: Iterable[Moment],
+    course: Callable[[], Iterable[Moment]],
+    step: Step,
+    setting: Setting,
+    large_workspaces: bool,
+) -> StepMemory:
+    place = setting.placement
     beside = {"workspace": float(CUBLAS_BYTES[large_workspaces])}
     if place.weights_on == "gpu":
         beside["weights"] = float(reference_bytes(step, setting))
-    every = step.moments(micro_batch, accumulation=setting.accumulation)
     moments = [(each.phase, _parts(each, place, beside)) for each in every]
     phases: dict[str, float] = {}
     for phase, parts in moments:
@@ -85,7 +103,7 @@ def step_memory(step: Step, setting: Setting, *, large_workspaces: bool = True) 
     return StepMemory(
         parts={name: round(highest.get(name, 0.0)) for name in PARTS},
         phases={phase: round(size) for phase, size in phases.items()},
-        moments=lambda: ((each.phase, _parts(each, place, beside)) for each in step.course(micro_batch)),
+        moments=lambda: ((each.phase, _parts(each, place, beside)) for each in course()),
     )
 
 
@@ -144,21 +162,23 @@ def _state_bytes(optimizer: str, setting: Setting, one: Trained) -> float:
 def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
     """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
 
-    Every process reads the whole model in the precision of computation, under a strategy that gathers no layers; where
-    weights are sharded one process reads and the others receive (FSDP2), or each keeps its partitions (ZeRO-3).
-    Quantised weights go to the GPU one by one; under FSDP2 each process may quantise into host memory first
-    (``distributed.weight_loading``). Offloaded shards come to lie beside the weights that were read, which Accelerate
-    1.15 keeps until the last is made (``original_sd`` of ``fsdp2_prepare_model``).
+    Every process reads the whole model in the precision of computation, under a strategy that gathers no layers (of
+    a pipeline, its own layers); where weights are sharded one process reads and the others receive (FSDP2), or each
+    keeps its partitions (ZeRO-3). Quantised weights go to the GPU one by one; under FSDP2 and in a pipeline each
+    process may quantise all of them into host memory first (``distributed.weight_loading``). Offloaded shards come
+    to lie beside the weights that were read, which Accelerate 1.15 keeps until the last is made (``original_sd`` of
+    ``fsdp2_prepare_model``).
     """
     place = setting.placement
     compute = 4 if setting.precision == "no" and setting.weights != "bf16" else 2
     model = compute * anatomy.parameters
     shared = place.framework == "fully_shard" or place.zero_stage == 3
-    loading: float = model if shared else model * processes_of_machine
+    loading: float = model if shared else model * processes_of_machine / setting.stages
     if setting.bits is not None:
         quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters
         largest = compute * anatomy.largest_parameter
-        loading = (quantised if place.framework == "fully_shard" else largest) * processes_of_machine
+        from_host = place.framework == "fully_shard" or setting.stages > 1
+        loading = (quantised if from_host else largest) * processes_of_machine
     if place.optimizer_on == "gpu":
         return math.ceil(loading)
     copied = reference_bytes(step, setting)

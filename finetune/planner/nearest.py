@@ -48,6 +48,8 @@ class Nearest:
         launch = f"launch with accelerate_configs/{self.strategy}.yaml" if self.strategy else ""
         if self.strategy and (key := TOGETHER.get(self.strategy)):
             launch += f" --parallelism_config_{key} {self.row.setting.context}"
+        if self.row.setting.stages > 1:
+            launch += f" --megatron_lm_pp_degree {self.row.setting.stages}"
         joined = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
         return ", and ".join(part for part in (f"set {joined}" if parts else "", launch) if part)
 
@@ -101,7 +103,7 @@ def _fitting(
 
 def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     """Whether it is possible, under a strategy that has something to win."""
-    is_other = setting.strategy != start.strategy and setting.context == 1
+    is_other = setting.strategy != start.strategy and setting.context == setting.stages == 1
     if is_other and is_pointless(setting.strategy, question.machines):
         return False
     return why_not(question.model, setting) is None

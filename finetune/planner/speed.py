@@ -13,7 +13,9 @@ from dataclasses import astuple, dataclass, fields, replace
 
 from finetune.hardware.cards import Gpu, Machines, stand_in
 from finetune.hardware.rates import Rates, rates_of
-from finetune.planner.communication import Transfer, transfers
+from finetune.planner import pipelines
+from finetune.planner.communication import Transfer, pipeline_transfers, transfers
+from finetune.trace.layers import Anatomy
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import MORE_PARTS, Kernel, Step
@@ -37,6 +39,8 @@ class Parts:
     offload: float
     """Not hidden transfers between GPU, host and disk."""
     optimizer: float
+    idle: float = 0.0
+    """In which a stage of a pipeline waits for the others."""
 
     @property
     def seconds(self) -> float:
@@ -118,7 +122,9 @@ def pass_of(kernels: Iterable[Kernel], micro_batch: MicroBatch, gpu: Gpu, rates:
     return Pass(seconds["product"], seconds["attention"], seconds["moved"], waits)
 
 
-def step_time(step: Step, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:
+def step_time(
+    step: Step, setting: Setting, machines: Machines, anatomy: Anatomy, *, mean_document_tokens: float
+) -> StepTime:
     """Predict an optimizer step of ``setting.accumulation`` micro-batches on every GPU.
 
     Args:
@@ -130,6 +136,8 @@ def step_time(step: Step, setting: Setting, machines: Machines, *, mean_document
     rates = rates_of(gpu)
     micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
     attended = mean_document_tokens / setting.row_tokens
+    if setting.stages > 1:
+        return _pipeline_time(step, setting, replace(machines, gpu=gpu), anatomy, micro_batch, attended, machines.gpu)
     passes = {
         name: pass_of((each for each in step.kernels if each.phase in phases), micro_batch, gpu, rates, attended)
         for name, phases in PHASES.items()
@@ -156,6 +164,46 @@ def step_time(step: Step, setting: Setting, machines: Machines, *, mean_document
         peak_flops=(gpu.tflops or 0.0) * 1e12,
         transfers=sent,
         stand_in=None if gpu is machines.gpu else gpu.name,
+    )
+
+
+def _pipeline_time(
+    step: Step,
+    setting: Setting,
+    machines: Machines,
+    anatomy: Anatomy,
+    micro_batch: MicroBatch,
+    attended: float,
+    asked_gpu: Gpu,
+) -> StepTime:
+    """Of a pipeline: its slowest stage, and what it waits for the others (see ``planner.pipelines``).
+
+    Stages hand on hidden states and gradients beside no computation (PyTorch's 1F1B waits for both).
+    """
+    rates, traced = rates_of(machines.gpu), step.micro_batches
+    stages = pipelines.stages_of(setting, anatomy)
+    of_stages = [pipelines.kernels_of(step, setting, stage) for stage in stages]
+    passes = [pass_of(kernels, micro_batch, machines.gpu, rates, attended) for kernels in of_stages]
+    sent = pipeline_transfers(step, setting, machines, anatomy.width, stages)
+    handed_on = sum(each.seconds for each in sent if each.when != "step") / setting.accumulation
+    slowest = max(passes, key=lambda each: each.seconds)
+    of_others = sum(each.seconds for each in passes) - slowest.seconds
+    steps = [each for each in step.kernels if each.phase == "step"]
+    update = pass_of(steps, micro_batch, machines.gpu, rates, attended).seconds
+    micro, handovers = setting.accumulation / traced, setting.accumulation + setting.stages - 1
+    return StepTime(
+        parts=Parts(
+            **{field.name: micro * getattr(slowest, field.name) for field in fields(Pass)},
+            communication=handovers * handed_on + sum(each.seconds for each in sent if each.when == "step"),
+            offload=0.0,
+            optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
+            idle=of_others / traced,
+        ),
+        tokens=setting.tokens * setting.accumulation * setting.data_processes,
+        model_flops=micro * useful_flops(step, micro_batch, attended) / setting.stages,
+        peak_flops=(machines.gpu.tflops or 0.0) * 1e12,
+        transfers=sent,
+        stand_in=None if machines.gpu is asked_gpu else machines.gpu.name,
     )
 
 

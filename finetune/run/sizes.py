@@ -105,8 +105,6 @@ def _plan(
 ) -> RunPlan:
     train = cfg.train
     refuse_if_any(planner_problems(cfg.model.attention))
-    if launch.stages > 1:
-        raise InputError("The planner does not know pipelines yet.")
     if launch.replicas > 1 and launch.replicas != REPLICAS:
         raise InputError(f"The planner does not know {launch.replicas} replicas.")
     left_open: dict[str, Any] = {
@@ -129,7 +127,7 @@ def _plan(
     )
     return planner.plan_run(
         model,
-        replace(setting, strategy=launch.name, context=launch.context),
+        replace(setting, strategy=launch.name, context=launch.context, stages=launch.stages),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
         mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens * (1 + batches.paired),

@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import packing_support
+from finetune.models import packing_support, pipeline_stages
 from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
 
@@ -38,6 +38,9 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         positions=getattr(text, "max_position_embeddings", None),
         keeps_apart=not packing_support.problems(config, attention=PACKED, dtype=torch.bfloat16, capability=AMPERE),
         heads=packing_support.heads_of(config),
+        width=text.hidden_size,
+        costs=tuple(pipeline_stages.costs_of(skeleton)),
+        ties=head is not None and head.weight is skeleton.get_input_embeddings().weight,
         not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
     )
 

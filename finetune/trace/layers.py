@@ -32,6 +32,13 @@ class Anatomy:
     """Whether its attention keeps the documents of a flat row apart, on GPUs that can."""
     heads: tuple[int, int] = (1, 1)
     """Of attention: of queries, and of keys and values."""
+    width: int = 0
+    """Elements of a hidden state."""
+    costs: tuple[float, ...] = ()
+    """Of each layer and, in the last, the head: multiplications for a token. Empty where the model cannot be a
+    pipeline."""
+    ties: bool = False
+    """Whether the embedding is the head's weight too."""
     not_spread: tuple[str, ...] = ()
     """Why positions of a row cannot be spread over processes, as clauses."""
 

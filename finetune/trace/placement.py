@@ -7,7 +7,7 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER
+from finetune.config.compatibility import TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
@@ -44,21 +44,18 @@ class Placement:
         return 2 if self.zero_stage == 3 else 1
 
 
-PLANNED = tuple(strategy for strategy in STRATEGIES if strategy != "pp")
-"""Strategies whose steps are traced; a pipeline's are not yet."""
-
-
 def placement_of(strategy: str, world_size: int) -> Placement:
     """The placement of a strategy file on so many processes.
 
     Raises:
-        KeyError: for a strategy that is none of ``PLANNED``.
+        KeyError: for a strategy that is none of ``compatibility.STRATEGIES``.
     """
     n = world_size
     shards = n // REPLICAS
     return {
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
+        "pp": Placement(1, 1, 1, n, "replicated"),  # of a stage: how many there are is the setting's to say
         "fsdp2": Placement(n, n, n, 1, "fully_shard"),
         "fsdp2_offload": Placement(n, n, n, 1, "fully_shard", weights_on="host", optimizer_on="host"),
         "hsdp": Placement(shards, shards, shards, REPLICAS, "fully_shard"),
@@ -74,18 +71,25 @@ def placement_of(strategy: str, world_size: int) -> Placement:
 def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
     """The strategy that is traced in place of another, and its processes.
 
+    A stage's step follows from that of the whole model on one GPU (``planner.pipelines``).
+
     ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
     gathers of other processes it fetches from the host then, also where there is one process alone.
     """
+    if strategy == "pp":
+        return ("single", 1)
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
-def world_sizes_problem(strategy: str, world_size: int, context: int = 1) -> str | None:
+def world_sizes_problem(strategy: str, world_size: int, context: int = 1, stages: int = 1) -> str | None:
     """Why a strategy cannot run on so many GPUs, as a sentence; None if it can.
 
     Args:
         context: GPUs that compute each row together.
+        stages: of a pipeline.
     """
+    if strategy == "pp" and (stages == 1 or world_size % stages):
+        return f"pp has {max(2, stages)} stages, each on GPUs of its own; take a multiple of {max(2, stages)} GPUs."
     if strategy in TOGETHER and (context == 1 or world_size % context):
         return f"{strategy} has each row computed by {max(2, context)} GPUs; take a multiple of them."
     if strategy == "single" and world_size > 1:

@@ -81,8 +81,13 @@ class Setting:
     """What preference tuning compares with, as ``dpo.reference``; none without a reference."""
     mismatches: bool = False
     """Whether each step also reads prompts with the answers of others (kto)."""
+    paired: bool = False
+    """Whether answers are compared with one another."""
+    embedding_noise: bool = False
     context: int = 1
     """GPUs that compute each row together."""
+    stages: int = 1
+    """Of a pipeline, each on GPUs of its own."""
 
     @classmethod
     def of(
@@ -134,6 +139,8 @@ class Setting:
             flash=flash,
             reference=_reference_of(cfg) if isinstance(cfg, PairedRun) else "none",
             mismatches=isinstance(cfg, PairedRun) and cfg.dpo.loss == "kto",
+            paired=isinstance(cfg, PairedRun),
+            embedding_noise=train.neftune_alpha > 0,
         )
 
     @property
@@ -143,8 +150,9 @@ class Setting:
 
     @property
     def launched(self) -> str:
-        """Its strategy, with the GPUs of each row."""
-        return f"{self.strategy} {self.context}" if self.context > 1 else self.strategy
+        """Its strategy, with the GPUs of each row, or with its stages."""
+        size = max(self.context, self.stages)
+        return f"{self.strategy} {size}" if size > 1 else self.strategy
 
     @property
     def cell(self) -> Cell:
@@ -189,7 +197,7 @@ class Setting:
     @property
     def data_processes(self) -> int:
         """GPUs, or groups of them, that compute different rows."""
-        return self.world_size // self.context
+        return self.world_size // self.context // self.stages
 
     @property
     def own_row_tokens(self) -> int:

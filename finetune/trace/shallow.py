@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
+from finetune.errors import InputError
 from finetune.trace.powers import MicroBatch, Power
 from finetune.units import largest_part
 
@@ -133,6 +134,16 @@ class Step:
         """Layers from either end that mean the same in both depths: what lies within reach of the other end as well
         does not."""
         return self.low.layers - (self.reach if self.high is not self.low else 0)
+
+    def with_layers(self, layers: int) -> "Step":
+        """Of a model with so many of these layers.
+
+        Raises:
+            InputError: if all layers were traced at once, which tells nothing of fewer.
+        """
+        if self.high is self.low:
+            raise InputError(f"With {self.layers} layers this model is too small to plan a part of it.")
+        return replace(self, layers=layers)
 
     def micro_batch(self, rows: int, row_tokens: int) -> MicroBatch:
         """To be asked about."""

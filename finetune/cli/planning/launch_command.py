@@ -36,6 +36,8 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
     ]
     if key := TOGETHER.get(setting.strategy):
         flags.append([f"--parallelism_config_{key}", str(setting.context)])
+    if setting.stages > 1:
+        flags.append(["--megatron_lm_pp_degree", str(setting.stages)])
     if machines.nodes > 1:
         flags += [
             ["--num_machines", str(machines.nodes)],

@@ -114,7 +114,7 @@ def _less_exact(plan: Plan, best: Row) -> list[str]:
     ]
     if not exact:
         return [*given_up(best.setting, asked), kept + "nothing fits."]
-    strategy, speed = exact[0].setting.strategy, _speed(exact[0], best)
+    strategy, speed = exact[0].setting.launched, _speed(exact[0], best)
     how = f"reaches {speed} of that speed, with {_host_memory(exact[0])}"
     if not exact[0].offloads:
         how = f"may just fit, at {speed} of that speed"
@@ -169,7 +169,7 @@ def _every_weight(plan: Plan, best: Row) -> list[str]:
     reduced = reduction(row.setting, asked)
     changed = f" with {joined(reduced)}" if reduced else ""
     speed = _speed(row, best)
-    return [f"To train every weight, use {row.setting.strategy}{changed}: {speed} of that speed (--method full)."]
+    return [f"To train every weight, use {row.setting.launched}{changed}: {speed} of that speed (--method full)."]
 
 
 def joined(keys: Mapping[str, str]) -> str:

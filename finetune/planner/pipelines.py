@@ -1,0 +1,170 @@
+"""What a pipeline's stages take, from the trace of the whole model on one GPU.
+
+A step is known as a function of the number of layers, so that of a stage is known too: with its layers, without the
+loss where it is not the last, and without embedding and head where it has none. Beside it lie the activations of the
+micro-batches that are on their way: in the order 1F1B the first of S stages computes S ahead, the last one
+(arXiv:1806.03377). A step of M micro-batches takes as long as all stages take for one of them, and the slowest for the
+M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from finetune.models.stage_cuts import cuts
+from finetune.trace.layers import Anatomy
+from finetune.trace.partly import PartlyRecomputed
+from finetune.trace.powers import CONSTANT, MicroBatch
+from finetune.trace.setting import Setting
+from finetune.trace.shallow import MORE_PARTS, Kernel, Moment, Step
+
+OF_WEIGHTS = ("weights", "weight_copies", "gradients", "optimizer")
+OF_LOSS = ("loss", MORE_PARTS)
+COPY_BYTES = 2
+"""Of a trained weight in 16 bits, which a stage keeps for all micro-batches of a step."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of a pipeline's."""
+
+    number: int
+    of: int
+    first: int
+    """Of its layers, by its number in the model."""
+    layers: int
+    share_of_ends: float
+    """Of the weights of embedding and head together, those that it has."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.of - 1
+
+    def ahead(self, micro_batches: int) -> int:
+        """Micro-batches whose activations it keeps at a time."""
+        return min(self.of - self.number, micro_batches)
+
+
+def stages_of(setting: Setting, anatomy: Anatomy) -> list[Stage]:
+    """The stages that a run cuts the model into (``models.pipeline_stages``)."""
+    found = []
+    for number, (first, end) in enumerate(_cuts(anatomy.costs, setting.stages)):
+        ends = (number == 0) + (number == setting.stages - 1)
+        found.append(Stage(number, setting.stages, first, end - first, ends * (1.0 if anatomy.ties else 0.5)))
+    return found
+
+
+_cuts = cache(cuts)
+
+
+def _recomputed(step: Step, stage: Stage) -> list[tuple[Step, int]]:
+    """The step of a model in which no layer is recomputed, and the one in which all are, each with how many of a
+    stage's layers are as there. Where all layers are alike, that step alone."""
+    if not isinstance(step, PartlyRecomputed):
+        return [(step, stage.layers)]
+    again = min(max(0, step.recomputed_layers - stage.first), stage.layers)
+    return [(step.kept, stage.layers - again), (step.all_recomputed, again)]
+
+
+def _without_layers(step: Step) -> Step:
+    return (step.kept if isinstance(step, PartlyRecomputed) else step).with_layers(0)
+
+
+def moments_of(
+    step: Step, setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int, *, on_course: bool = False
+) -> Iterator[Moment]:
+    """Moments of a stage's step. One some of whose layers are recomputed is taken to recompute none of those at hand.
+
+    Args:
+        step: of the whole model on one GPU.
+        width: elements of a hidden state.
+        on_course: those of the lower depth in their order, for a picture; else the highest of each span.
+    """
+    recomputed, without = _recomputed(step, stage), _without_layers(step)
+    own = next(like for like, layers in recomputed if layers).with_layers(stage.layers)
+    ends = {place: whole for place, (_, whole) in without.highest(micro_batch).items()}
+    most_of_ends = {name: max(each.get(name, 0.0) for each in ends.values()) for name in OF_WEIGHTS}
+    kept = sum(layers * kept_by_layer(like, micro_batch) for like, layers in recomputed if layers)
+    waiting = (stage.ahead(setting.accumulation) - 1) * kept
+    waiting += _buffers(setting, stage, micro_batch, width)
+    copies = _copies(step, setting, stage)
+    found = own.course(micro_batch) if on_course else own.moments(micro_batch, accumulation=setting.accumulation)
+    for moment in found:
+        if moment.phase in OF_LOSS and not stage.is_last:
+            continue
+        held = dict(moment.categories)
+        for name in OF_WEIGHTS:
+            held[name] = max(0.0, held.get(name, 0.0) - (1 - stage.share_of_ends) * most_of_ends[name])
+        if not stage.is_last:
+            held["logits"] = 0.0
+        if moment.phase != "step":
+            held["activations"] = held.get("activations", 0.0) + waiting
+            held["weight_copies"] = copies
+        yield Moment(moment.phase, held)
+
+
+def kept_by_layer(step: Step, micro_batch: MicroBatch) -> float:
+    """Bytes that a layer keeps of a micro-batch between its forward and its backward pass, where all do alike."""
+    none, one = (
+        max(
+            whole.get("activations", 0.0)
+            for place, (_, whole) in step.with_layers(layers).highest(micro_batch).items()
+            if place[0] == "loss" and place[1] == 0
+        )
+        for layers in (0, 1)
+    )
+    return one - none
+
+
+def trained_share(step: Step, stage: Stage) -> float:
+    """Of all trained weights, those of a stage."""
+    return _trained(step, stage) / max(1.0, _elements(step.trained()))
+
+
+def kernels_of(step: Step, setting: Setting, stage: Stage) -> list[Kernel]:
+    """Operations of a stage's passes, for as many micro-batches as were traced: of its layers, and in the last stage
+    of what is beside the layers, nearly all of which is the head's. What is left out has a negative number of calls."""
+    beside = [] if stage.is_last else _without_layers(step).kernels
+    found = [
+        replace(each, calls=each.calls * layers / stage.layers)
+        for like, layers in _recomputed(step, stage)
+        for each in like.with_layers(stage.layers).kernels
+        if each.phase != "step" and layers
+    ]
+    found += [replace(each, calls=-each.calls) for each in beside if each.phase != "step"]
+    if copies := _copies(step, setting, stage):  # from fp32; traced for each micro-batch, and made for all of a step
+        others = step.micro_batches * (1 / setting.accumulation - 1)
+        found.append(Kernel("forward", "moved", "copies", 4, {}, {CONSTANT: 3 * copies}, others))
+    return found
+
+
+def sent_bytes(setting: Setting, width: int) -> int:
+    """Of the hidden states of a micro-batch, and as much of their gradients: what a stage sends the next one."""
+    return setting.tokens * width * (4 if setting.precision == "no" else 2)
+
+
+def _buffers(setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int) -> float:
+    """For what a stage receives of its neighbours, of all micro-batches of a step (``distributed.pipeline_step``)."""
+    neighbours = (stage.number > 0) + (not stage.is_last)
+    return float(neighbours * setting.accumulation * sent_bytes(setting, width))
+
+
+def _copies(step: Step, setting: Setting, stage: Stage) -> float:
+    has_masters = setting.weights == "fp32_master" and setting.precision != "no"
+    return COPY_BYTES * _trained(step, stage) if has_masters else 0.0
+
+
+def _trained(step: Step, stage: Stage) -> float:
+    ends = _elements(_without_layers(step).trained())
+    like = step.kept if isinstance(step, PartlyRecomputed) else step
+    return _elements(like.with_layers(stage.layers).trained()) - (1 - stage.share_of_ends) * ends
+
+
+def _elements(shapes: Mapping[tuple[int, ...], int]) -> float:
+    found = 0.0
+    for shape, count in shapes.items():
+        size = count
+        for each in shape:
+            size *= each
+        found += size
+    return found

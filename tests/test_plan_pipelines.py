@@ -1,0 +1,261 @@
+"""The plan of a pipeline: each stage by the trace of the whole model, and held against what real stages hold."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import live_bytes
+import pytest
+import scenarios
+import tiny
+from test_plan_choose import GIB, LLAMA_8B, row_of
+from tracing import begun, traced_anatomy, traced_step
+
+from finetune.cli.planning.launch_command import launcher_flags
+from finetune.errors import InputError
+from finetune.hardware.cards import parse_gpus
+from finetune.planner import pipelines
+from finetune.planner.candidates import candidates, splits, why_not
+from finetune.planner.changes import sharded, spread
+from finetune.planner.choose import plan
+from finetune.planner.memory import step_memory
+from finetune.planner.question import question_about
+from finetune.planner.speed import step_time
+from finetune.trace.layers import Anatomy
+from finetune.trace.partly import partly_recomputed
+from finetune.trace.setting import Setting
+from finetune.trace.shallow import Step
+
+LAYERS, TOKENS = 12, 64
+SINGLE = Setting(row_tokens=TOKENS, accumulation=2, layout="flat")
+AGAIN = replace(SINGLE, activation_checkpointing=True)
+IN_FP32 = replace(SINGLE, precision="no", layout="padded")
+STAGES = 3
+PIPELINE = replace(SINGLE, strategy="pp", world_size=STAGES, stages=STAGES, accumulation=4)
+ROUNDING = 512
+"""Bytes to whose multiples each block is rounded up in a step."""
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tiny.build_model_folder(tmp_path_factory.mktemp("deep"), tied=request.param)
+    described = json.loads((found / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
+    (found / "config.json").write_text(json.dumps(described))
+    return found
+
+
+@pytest.fixture(scope="module")
+def traces(folder: Path) -> "Iterator[dict[Any, Future[Any]]]":
+    config = json.loads((folder / "config.json").read_text())
+    asked = (SINGLE, AGAIN, IN_FP32)
+    calls: dict[Any, Any] = {each: partial(traced_step, config, each, row_tokens=TOKENS) for each in asked}
+    with begun(calls | {"anatomy": partial(traced_anatomy, config)}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def step(traces: "dict[Any, Future[Step]]") -> Step:
+    return traces[SINGLE].result()
+
+
+@pytest.fixture(scope="module")
+def anatomy(traces: "dict[Any, Future[Anatomy]]") -> Anatomy:
+    return traces["anatomy"].result()
+
+
+def test_a_pipeline_of_one_stage_is_the_model_on_one_gpu(traces: "dict[Any, Future[Step]]", anatomy: Anatomy):
+    step, whole = traces[IN_FP32].result(), pipelines.Stage(0, 1, 0, LAYERS, 1.0)
+    micro_batch = step.micro_batch(1, TOKENS)
+    found = pipelines.moments_of(step, IN_FP32, whole, micro_batch, anatomy.width)
+    expected = step.moments(micro_batch, accumulation=IN_FP32.accumulation)
+    assert [(each.phase, each.bytes) for each in found] == [(each.phase, each.bytes) for each in expected]
+    assert pipelines.kernels_of(step, IN_FP32, whole) == [each for each in step.kernels if each.phase != "step"]
+    assert pipelines.trained_share(step, whole) == 1
+
+
+def test_weights_gradients_and_state_of_stages_are_those_that_real_stages_hold(
+    step: Step, anatomy: Anatomy, folder: Path, ranks: Any, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(folder, conversations, tmp_path, train__steps=2, train__micro_batch_size=2)
+    everyone = ranks(2).run(live_bytes.bytes_held, config, strategy="pp", mixed_precision="bf16")
+    two = replace(PIPELINE, world_size=2, stages=2)
+    micro_batch = step.micro_batch(2, TOKENS)
+    for stage, real in zip(pipelines.stages_of(two, anatomy), everyone, strict=True):
+        every = pipelines.moments_of(step, two, stage, micro_batch, anatomy.width)
+        found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
+        room = ROUNDING * (len(real["tensors"]) + 2)
+        assert found["weights"] == pytest.approx(real["parameters"], abs=room)
+        assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
+        assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+
+
+def test_a_stage_keeps_the_micro_batches_that_are_ahead_of_it(step: Step, anatomy: Anatomy):
+    micro_batch = step.micro_batch(1, TOKENS)
+    kept, found = pipelines.kept_by_layer(step, micro_batch), []
+    for micro_batches in (2, 8):
+        asked = replace(PIPELINE, accumulation=micro_batches)
+        highest = []
+        for stage in pipelines.stages_of(asked, anatomy):
+            every = pipelines.moments_of(step, asked, stage, micro_batch, anatomy.width)
+            highest.append(max(each.categories["activations"] for each in every if each.phase == "backward"))
+        found.append(highest)
+    layers = [each.layers for each in pipelines.stages_of(PIPELINE, anatomy)]
+    assert sum(layers) == LAYERS
+    hidden = 2 * TOKENS * anatomy.width
+    for number, (two, eight) in enumerate(zip(*found)):
+        neighbours = 1 if number in (0, STAGES - 1) else 2
+        more = 1 if number == 0 else 0  # 3, 2 and 1 ahead, of 8; 2, 2 and 1 of 2
+        assert eight - two == pytest.approx(layers[number] * kept * more + 6 * neighbours * hidden)
+
+
+def test_the_stage_that_needs_most_is_told(step: Step, anatomy: Anatomy):
+    micro_batch = step.micro_batch(1, TOKENS)
+    peaks = [
+        max(each.bytes for each in pipelines.moments_of(step, PIPELINE, stage, micro_batch, anatomy.width))
+        for stage in pipelines.stages_of(PIPELINE, anatomy)
+    ]
+    memory = step_memory(step, PIPELINE, anatomy)
+    assert memory.peak - memory.parts["workspace"] == pytest.approx(max(peaks), rel=0.01)
+    assert max(size for _, parts in memory.course for size in parts.values()) > 0
+
+
+def test_stages_wait_for_one_another_less_with_more_micro_batches(step: Step, anatomy: Anatomy):
+    machines, shares = parse_gpus("3xH100"), []
+    for micro_batches in (1, 4, 64):
+        asked = replace(PIPELINE, accumulation=micro_batches)
+        time = step_time(step, asked, machines, anatomy, mean_document_tokens=TOKENS)
+        assert time.tokens == TOKENS * micro_batches
+        busy = time.step_seconds - time.parts.communication - time.parts.optimizer
+        shares.append(time.parts.idle / busy)
+    # (s - 1) / (m + s - 1) where stages are equal; here one has no less than three quarters of another's work
+    assert shares == pytest.approx([(STAGES - 1) / (m + STAGES - 1) for m in (1, 4, 64)], rel=0.25)
+
+
+def test_hidden_states_are_sent_once_a_micro_batch_and_gradients_of_replicas_once_a_step(step: Step, anatomy: Anatomy):
+    asked = replace(PIPELINE, world_size=2 * STAGES)
+    time = step_time(step, asked, parse_gpus("6xH100"), anatomy, mean_document_tokens=TOKENS)
+    sent = {each.what: each.bytes for each in time.transfers}
+    stages = pipelines.stages_of(asked, anatomy)
+    trained = max(pipelines.trained_share(step, stage) for stage in stages) * anatomy.parameters
+    assert sent == {
+        "hidden states to the next stage": 4 * TOKENS * anatomy.width * 2,
+        "gradients to the stage before": 4 * TOKENS * anatomy.width * 2,
+        "all-reduce over replicas": pytest.approx(4 * trained),  # 2 (n - 1) / n of 4 bytes
+    }
+
+
+@pytest.mark.parametrize("recomputed", [2, 6, 12])
+def test_layers_that_are_recomputed_are_the_first_of_the_model(
+    recomputed: int, step: Step, traces: "dict[Any, Future[Step]]", anatomy: Anatomy
+):
+    """The first of three stages recomputes all of its layers, some of them, or none."""
+    again = traces[AGAIN].result()
+    partly = partly_recomputed(step, again, layers=recomputed) if recomputed < LAYERS else again
+    micro_batch = step.micro_batch(1, TOKENS)
+
+    def peaks(of: Step) -> list[float]:
+        stages = pipelines.stages_of(PIPELINE, anatomy)
+        every = (pipelines.moments_of(of, PIPELINE, each, micro_batch, anatomy.width) for each in stages)
+        return [max(moment.bytes for moment in moments) for moments in every]
+
+    found, none, all_ = peaks(partly), peaks(step), peaks(again)
+    for stage, size, kept, whole in zip(pipelines.stages_of(PIPELINE, anatomy), found, none, all_, strict=True):
+        if stage.first >= recomputed:
+            assert size == kept
+        elif stage.first + stage.layers <= recomputed:
+            assert size == whole
+        else:
+            assert whole < size < kept
+    machines = parse_gpus("3xH100")
+    of_both = (step_time(each, PIPELINE, machines, anatomy, mean_document_tokens=TOKENS) for each in (partly, again))
+    some, every = (time.parts.seconds for time in of_both)
+    assert some <= every * (1 + 1e-9)
+
+
+def test_from_a_pipeline_that_does_not_fit_others_and_deeper_ones_are_tried():
+    setting = Setting("pp", 8, stages=2, accumulation=4, layout="flat")
+    found = {(each.strategy, each.stages, each.accumulation) for each in sharded(setting)}
+    assert {("pp", 4, 8), ("pp", 8, 16), ("fsdp2", 1, 2), ("zero3", 1, 2)} <= found
+    assert all(each.data_processes * each.accumulation == 16 for each in sharded(setting))
+    assert {each.strategy for each in sharded(replace(setting, accumulation=1))} == {"pp"}  # 4 rows for 8 GPUs
+    assert spread(setting) == []
+
+
+def test_hand_overs_of_several_machines_take_the_network():
+    step = LLAMA_8B.tracer.step(Setting())
+    found = []
+    for gpus, stages in (("16xH100", 4), ("2x8xH100", 4), ("2x8xH100", 16)):
+        machines = parse_gpus(gpus)
+        setting = Setting("pp", 16, stages=stages, accumulation=4, row_tokens=2048, layout="flat")
+        time = step_time(step, setting, machines, LLAMA_8B.anatomy, mean_document_tokens=2048)
+        found.append(time.transfers[0].seconds_of_one)
+    assert found[0] < found[1] == pytest.approx(found[2])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "words"),
+    [
+        ("1xH100", 4, "take a multiple of 2 GPUs"),
+        ("37x1xH100", 37, "take a multiple of 2 GPUs"),  # a prime number, and more than there are layers
+        ("4xH100", 1, "global_batch_size"),
+    ],
+)
+def test_where_no_number_of_stages_is_possible_a_sentence_says_why(gpus: str, batch: int, words: str):
+    asked = question_about(LLAMA_8B, Setting(layout="flat"), parse_gpus(gpus), mean_document_tokens=2048)
+    asked = replace(asked, base=replace(asked.base, world_size=asked.machines.world_size), global_batch_size=batch)
+    if batch == 1:  # one replica of four stages takes a row a step; two of two do not
+        rows, left_out = candidates(replace(asked, strategies=("pp",)), lambda of, setting: row_of(of, setting, GIB))
+        assert {row.setting.stages for row in rows} == {4}
+        assert words in left_out[0].why
+        return
+    with pytest.raises(InputError, match=words):
+        plan(replace(asked, strategies=("pp",)))
+
+
+def test_processes_of_a_quantised_pipeline_may_each_quantise_all_of_it_in_host_memory():
+    setting = Setting("pp", 8, adapter="lora", bits=4, stages=8, layout="flat")
+    whole = LLAMA_8B.host_bytes(setting, processes_of_machine=8)
+    assert whole > 8 * 0.5 * LLAMA_8B.anatomy.linear_parameters
+
+
+def test_pipelines_of_every_number_of_stages_are_compared_and_the_command_says_it():
+    machines = parse_gpus("6x8xH100")
+    assert [each["stages"] for each in splits("pp", machines, 40)] == [2, 3, 4, 6, 8, 12, 16, 24]
+    base = Setting("pp", 48, stages=6, layout="flat")
+    asked = replace(
+        question_about(LLAMA_8B, base, machines, mean_document_tokens=2048),
+        strategies=("pp",),
+        global_batch_size=96,
+        micro_batch_size=None,
+    )
+    rows, left_out = candidates(asked, lambda of, setting: row_of(of, setting, GIB))
+    assert [row.setting.stages for row in rows] == [2, 3, 4, 6, 8, 12, 16, 24]
+    assert left_out == []
+    assert ["--megatron_lm_pp_degree", "6"] in launcher_flags(base, machines)
+    assert base.launched == "pp 6"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stages": 5}, "take a multiple of 5 GPUs"),
+        ({"paired": True}, "preferences take several"),
+        ({"embedding_noise": True}, "train.neftune_alpha draws noise"),
+        ({"precision": "fp16"}, "pp does not scale losses"),
+        ({"stages": 48}, "48 stages, but the model has 32 layers"),
+    ],
+)
+def test_what_a_run_would_refuse_is_no_option(change: dict[str, Any], words: str):
+    setting = replace(Setting("pp", 48, stages=6, layout="flat"), **change)
+    assert words in (why_not(LLAMA_8B, setting) or "")
+
+
+def test_a_model_that_is_no_list_of_layers_is_no_option():
+    unlike = mock.PropertyMock(return_value=replace(LLAMA_8B.anatomy, costs=()))
+    with mock.patch.object(type(LLAMA_8B), "anatomy", unlike):
+        assert "which this model is not" in (why_not(LLAMA_8B, Setting("pp", 8, stages=2, layout="flat")) or "")
