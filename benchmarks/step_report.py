@@ -44,7 +44,7 @@ def rows_of(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 record["model"],
-                record["method"],
+                how(record),
                 PEERS[record["peer"]],
                 f"{speed:,.0f}",
                 f"{speed / own:.2f}" if own else "",
@@ -55,9 +55,18 @@ def rows_of(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
+def how(record: dict[str, Any]) -> str:
+    """The method, with what is not the default: ``full bf16 adamw_8bit``."""
+    has_bf16 = record["method"] == "full" and record["weights"] == "bf16"
+    others = ["bf16"] * has_bf16 + [record["optimizer"]] * (record["optimizer"] != "adamw")
+    return " ".join([record["method"], *others])
+
+
 def report(records: Sequence[dict[str, Any]], chart: Path) -> None:
     """A table in the terminal, a sentence for each run that failed, and a chart."""
-    console, table = Console(width=80), Table(*HEADINGS, box=None)
+    console, table = Console(width=80), Table(box=None)
+    for heading in HEADINGS:
+        table.add_column(heading, no_wrap=heading not in ("method", "by"))
     for row in rows_of(records):
         table.add_row(*row)
     console.print(table)
@@ -91,7 +100,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [record for record in newest(records) if "error" not in record][::-1]
-    names = [f"{r['model']} {r['method']}\n{PEERS[r['peer']]}" for r in shown]
+    names = [f"{r['model']} {how(r)}\n{PEERS[r['peer']]}" for r in shown]
     colors = ["tab:blue" if r["peer"] == "recipe" else "lightgray" for r in shown]
     figure, both = plt.subplots(1, 2, figsize=(10, 1 + 0.5 * len(shown)), sharey=True, layout="constrained")
     for axes, key, title in zip(both, ("tokens_per_second", "peak_gib"), ("tokens a second", "peak memory, GiB")):

@@ -83,7 +83,7 @@ def some_held_out(folder: Path) -> Path:
     return held_out
 
 
-@pytest.mark.prove  # a notebook trains more with its settings, in `make test`
+@pytest.mark.prove  # as the notebook that trains more with its settings
 def test_laptop_configuration_trains_a_4_bit_model_end_to_end_on_the_cpu(tmp_path: Path):
     """A few of its steps, on a few held-out rows."""
     held_out = some_held_out(tmp_path)

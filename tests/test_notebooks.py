@@ -22,6 +22,9 @@ PRINTED = {
     "05_collectives": "packed weights are those of bitsandbytes: True",
 }
 
+LONG = {"01_first_run", "02_qlora_on_your_data"}
+"""Those that take a minute and more, and are left to `make prove`."""
+
 
 def code_of(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -109,7 +112,7 @@ def test_commands_to_copy_have_one_backslash_at_the_end_of_a_line(path: Path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(each, marks=[pytest.mark.prove] if each.stem == "01_first_run" else []) for each in NOTEBOOKS],
+    [pytest.param(each, marks=[pytest.mark.prove] if each.stem in LONG else []) for each in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_notebook_runs_without_errors_and_warnings(path: Path):

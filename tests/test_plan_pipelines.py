@@ -41,7 +41,7 @@ ROUNDING = 512
 """Bytes to whose multiples each block is rounded up in a step."""
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[pytest.param(True, marks=pytest.mark.prove), False], ids=["tied", "untied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tiny.build_model_folder(tmp_path_factory.mktemp("deep"), tied=request.param)
     described = json.loads((found / "config.json").read_text()) | {"num_hidden_layers": LAYERS}

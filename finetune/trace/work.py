@@ -129,6 +129,7 @@ def _varlen_backward(inputs: Shapes, outputs: Shapes, told: tuple[Any, ...]) -> 
 _FLOPS: dict[str, tuple[str, Callable[[Shapes, Shapes, tuple[Any, ...]], float]]] = {
     "aten::mm": ("product", _product),
     "aten::addmm": ("product", _added_product),
+    "aten::addmm_": ("product", _added_product),
     "aten::bmm": ("product", _product),
     "aten::baddbmm": ("product", _added_product),
     "aten::_grouped_mm": ("product", _product),
