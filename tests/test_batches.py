@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data import dataset
-from finetune.data.batches import IGNORED, Batches, collate, document_bounds
+from finetune.data.batches import IGNORED, Batches, collate, document_bounds, trained_positions
 from finetune.data.encoding import Row, Settings
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, global_batch, heaviest_micro_batch, micro_batches
@@ -132,6 +132,19 @@ def test_batch_is_shifted_padded_on_the_right_and_counts_as_the_rows_do(rows: Ro
         for position, label in enumerate(next_tokens[place].tolist()):
             expected = position + 1 < len(row.tokens) and row.trained[position + 1]
             assert label == (row.tokens[position + 1] if expected else IGNORED)
+
+
+def test_labels_carry_their_trained_positions_and_what_is_made_of_them_does_not(rows: Rows):
+    labels, _ = collate([[rows[4]], [], [rows[1]]], CPU, flat=False)
+    expected = (labels.flatten() != IGNORED).nonzero().flatten()
+    assert torch.equal(trained_positions(labels), expected)
+    assert trained_positions(labels) is trained_positions(labels)
+
+    fewer = labels.clone()
+    fewer[0] = IGNORED
+    assert len(trained_positions(fewer)) == rows[1].trained_tokens
+    nothing, _ = collate([[]], CPU, flat=True)
+    assert trained_positions(nothing).tolist() == [0]
 
 
 def test_packed_batch_is_flat_and_no_document_predicts_the_next_ones_first_token(rows: Rows):

@@ -69,8 +69,9 @@ class Sums(TorchDispatchMode):
 def test_gradients_of_an_input_are_summed_by_the_products_that_make_them(bits: int | None, recomputes: bool) -> None:
     """Autograd makes 9 of them in a layer: each of 6 is summed with its adapter's, those of queries, keys and values
     with one another, and that of an MLP's gate with the one of its fellow. (The input of the last product is wider, and
-    not counted.) The first layer's input has no gradient, because the embedding is frozen: 5 less. Layers that are
-    computed again make the sums of PEFT's outputs once more."""
+    not counted.) The first layer's input has no gradient, because the embedding is frozen: 5 less. In layers that are
+    recomputed nothing keeps the shared input alive from one to the next, so that autograd sums those; but PEFT's
+    forward makes its sums once more."""
     models = [adapted(bits, torch.float32), adapted(bits, torch.float32)]
     write_once(models[0])
     found = []

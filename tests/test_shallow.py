@@ -208,8 +208,9 @@ def test_gradients_of_replicas_lie_beside_their_buckets_until_the_last_micro_bat
         assert peak(forgetful, setting) != pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.prove)])
-def test_two_layers_from_an_end_are_unlike_those_in_the_middle_under_zero_3(bits: int | None):
+@pytest.mark.parametrize(("bits", "without"), [(4, 0.01), pytest.param(None, 0.1, marks=pytest.mark.prove)])
+def test_two_layers_from_an_end_are_unlike_those_in_the_middle_under_zero_3(bits: int | None, without: float):
+    """By one layer alone the peak would be wrong by this share and more."""
     setting = Setting("zero3", 8, bits, "lora", rank=2, row_tokens=128, activation_checkpointing=True)
     ways = {"whole": (Whole, 2), "step": (Tracer, 2), "near": (Tracer, 1)}
     calls = {name: partial(of_split_weights, setting, kind, reach) for name, (kind, reach) in ways.items()}
@@ -218,8 +219,8 @@ def test_two_layers_from_an_end_are_unlike_those_in_the_middle_under_zero_3(bits
     assert whole.low.layers == 12
     assert (step.low.layers, step.high.layers) == (4, 5)
     expected = peak(whole, setting)
-    assert peak(step, setting) == pytest.approx(expected, rel=0.01)
-    assert peak(near, setting) != pytest.approx(expected, rel=0.01)
+    assert peak(step, setting) == pytest.approx(expected, rel=0.005)
+    assert peak(near, setting) != pytest.approx(expected, rel=without)
 
 
 def test_primes_divide_no_dimension_rank_or_share(tmp_path: Path):

@@ -288,7 +288,5 @@ def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
 
 def _data_processes(machines: Machines, options: Options) -> int:
     """GPUs that compute different rows, at least: where several compute each together, as many as there may be."""
-    if options.strategy and strategy_named(options.strategy) == "pp":
-        return 1
     named = strategy_named(options.strategy) if options.strategy else ""
-    return machines.world_size // max(contexts(named, machines))
+    return 1 if named == "pp" else machines.world_size // max(contexts(named, machines))
