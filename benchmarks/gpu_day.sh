@@ -16,18 +16,19 @@ shift
 if [ -n "${REHEARSAL:-}" ]; then export ACCELERATE_MIXED_PRECISION=bf16; fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-every=(tests lora_8b qlora_8b full_8b_8bit full_1b_bf16 full_1b plan checkpoint)
+every=(tests fp8_8b lora_8b qlora_8b full_8b_8bit fp8_1b full_1b_bf16 full_1b plan checkpoint)
 minutes=8
 
 step() { # model, method, and further flags
-  local flags=(--models "$1" --methods "$2" "${@:3}")
-  local size=(--peers recipe plain trl --max_length 4096 --packing --rows 8 --micro_batch 2 --steps 12)
-  if [ -n "${REHEARSAL:-}" ]; then
-    flags[1]=tiny
-    size=(--peers recipe --max_length 256 --packing --rows 2 --micro_batch 1 --steps 2)
+  local flags=(--peers recipe plain trl --max_length 4096 --rows 8 --micro_batch 2 --steps 12 "${@:3}")
+  local model=$1
+  if [ -n "${REHEARSAL:-}" ]; then # of several flags of a name the last one counts
+    model=tiny
+    flags=(--peers recipe "${@:3}" --max_length 256 --rows 2 --micro_batch 1 --steps 2)
   fi
   # three peers in eight minutes, each of which leaves its line when it ends
-  python -m benchmarks.step "${flags[@]}" "${size[@]}" --patience 220 --results "$out/step.jsonl"
+  python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 220 \
+    --results "$out/step.jsonl"
 }
 
 run_part() {
@@ -39,6 +40,8 @@ run_part() {
       mapfile -t files < <(grep -l '^@pytest.mark.gpu' tests/test_*.py)
       python -m pytest -m gpu --junitxml "$out/gpu_tests.xml" "${only[@]}" "${files[@]}"
       ;;
+    fp8_8b) step Llama-3.1-8B lora --peers recipe fp8 --micro_batch 4 ;;
+    fp8_1b) step Llama-3.2-1B full --weights bf16 --peers recipe fp8 ;;
     lora_8b) step Llama-3.1-8B lora ;;
     qlora_8b) step Llama-3.1-8B qlora ;;
     full_8b_8bit) step Llama-3.1-8B full --weights bf16 --optimizer adamw_8bit ;;

@@ -4,11 +4,11 @@
   python -m benchmarks.step --models Llama-3.1-8B --methods lora qlora --max_length 4096 --packing
   python -m benchmarks.step --report                                   # table and chart of what is recorded
 
-Peers: the recipe, with rows padded, and with plain kernels; transformers' ``Trainer``; TRL's ``SFTTrainer`` as it
-comes. Those that are installed run, each in a process of its own. They get the rows as the recipe tokenised, masked and
-ordered them, and each leaves one line of JSON in benchmarks/results/step.jsonl at once. Tokens are those of documents:
-no peer is credited for padding. A peer's model is in bf16, as both trainers load it; the recipe keeps fp32 masters
-unless ``--weights bf16``.
+Peers: the recipe, with rows padded, with plain kernels, and with ``model.fp8`` where it is asked for by name;
+transformers' ``Trainer``; TRL's ``SFTTrainer`` as it comes. Those that are installed run, each in a process of its own.
+They get the rows as the recipe tokenised, masked and ordered them, and each leaves one line of JSON in
+benchmarks/results/step.jsonl at once. Tokens are those of documents: no peer is credited for padding. A peer's model is
+in bf16, as both trainers load it; the recipe keeps fp32 masters unless ``--weights bf16``.
 Limits: one process and one GPU; models have random weights, so losses mean nothing.
 """
 
@@ -38,7 +38,12 @@ LENGTHS = (103, 129, 140, 150, 157, 164, 171, 178, 185, 193, 200, 211, 221, 231,
 tokenizer of SmolLM2."""
 TRAINED = 0.58
 """Share of their tokens that are trained."""
-CONFIGURED: dict[str, dict[str, str]] = {"recipe": {}, "padded": {"attention": "sdpa"}, "plain": {"kernels": "plain"}}
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "recipe": {},
+    "fp8": {"fp8": True},
+    "padded": {"attention": "sdpa"},
+    "plain": {"kernels": "plain"},
+}
 """What the recipe's own peers have in their section ``model``."""
 NEEDS = {"trl": ["trl"]}
 METHODS = ("full", "lora", "qlora")
@@ -52,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["SmolLM2-135M"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["lora", "full"])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[peer for peer in PEERS if is_installed(peer)])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=default_peers())
     parser.add_argument("--max_length", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=16, help="of an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=8)
@@ -83,8 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def is_installed(peer: str) -> bool:
-    return all(importlib.util.find_spec(package) is not None for package in NEEDS.get(peer, []))
+def default_peers() -> list[str]:
+    """Those that are installed, and run on every device."""
+    return [peer for peer in PEERS if peer != "fp8" and all(map(importlib.util.find_spec, NEEDS.get(peer, [])))]
 
 
 def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results" / "step.jsonl"
 PEERS = {
     "recipe": "recipe",
+    "fp8": "recipe, fp8",
     "padded": "recipe, padded rows",
     "plain": "recipe, plain kernels",
     "trainer": "transformers' Trainer",

@@ -19,11 +19,12 @@ def gpu_day(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_part_that_fails_ends_no_other_and_each_leaves_its_results_at_once(tmp_path: Path):
-    """Of the five that measure steps one: the others differ from it by names."""
-    result = gpu_day(tmp_path, "no_such_part", "full_8b_8bit")
+    """Of those that measure steps one of each kind: the others differ from them by names."""
+    result = gpu_day(tmp_path, "no_such_part", "full_8b_8bit", "fp8_8b")
     assert result.returncode == 1
     assert result.stdout.splitlines()[-1] == "failed: no_such_part"
-    assert "there are: tests lora_8b" in (tmp_path / "no_such_part.log").read_text()
-    (record,) = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+    assert "there are: tests fp8_8b" in (tmp_path / "no_such_part.log").read_text()
+    record, *others = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
     assert (record.get("error"), record["method"], record["optimizer"]) == (None, "full", "adamw_8bit")
-    assert record["tokens_per_second"] > 0
+    assert [each["peer"] for each in others] == ["recipe", "fp8"]
+    assert all(each["tokens_per_second"] > 0 for each in (record, *others))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from finetune.config import sections
 from finetune.models import adapter as adapters
 from finetune.models import quantization
-from finetune.models.lora_forward import write_once
+from finetune.models.lora_forward import _is_one_operation, write_once
 from finetune.models.recomputation import recompute_activations
 
 
@@ -69,9 +69,8 @@ class Sums(TorchDispatchMode):
 def test_gradients_of_an_input_are_summed_by_the_products_that_make_them(bits: int | None, recomputes: bool) -> None:
     """Autograd makes 9 of them in a layer: each of 6 is summed with its adapter's, those of queries, keys and values
     with one another, and that of an MLP's gate with the one of its fellow. (The input of the last product is wider, and
-    not counted.) The first layer's input has no gradient, because the embedding is frozen: 5 less. In layers that are
-    recomputed nothing keeps the shared input alive from one to the next, so that autograd sums those; but PEFT's
-    forward makes its sums once more."""
+    not counted.) The first layer's input has no gradient, because the embedding is frozen: 5 less. But it has one where
+    layers are recomputed, and there PEFT's forward sums once more, of queries and of attention's output."""
     models = [adapted(bits, torch.float32), adapted(bits, torch.float32)]
     write_once(models[0])
     found = []
@@ -85,7 +84,7 @@ def test_gradients_of_an_input_are_summed_by_the_products_that_make_them(bits: i
             loss.backward()
         found.append(sums.count)
         assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
-    assert found[1] - found[0] == 9 + 4 + (3 if recomputes else 0)
+    assert found[1] - found[0] == 9 + (9 + 4 if recomputes else 4)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         if one.requires_grad:
             torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=2e-6 * float(other.grad.abs().max()))
@@ -169,3 +168,26 @@ def test_product_of_a_weight_that_zero_3_partitions_is_one_that_deepspeed_replac
         last.weight.ds_id, last.weight.ds_persist = 0, persists
         torch.testing.assert_close(layer(x), expected)
         assert sum(each is last.weight for each in seen) == replaced
+
+
+def test_a_layer_that_zero_3_partitions_is_known_without_reading_a_weight_by_its_name() -> None:
+    """DeepSpeed gathers a weight that is read so, at once, and from then on in every pass of the layer above."""
+    model = adapted(None, torch.float32)
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    read: list[str] = []
+
+    class Noting(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            read.append(name)
+            return super().__getitem__(name)
+
+    for part in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]):
+        part._parameters = Noting(part._parameters)
+    assert _is_one_operation(layer, torch.randn(3, 48), "default")
+    assert "weight" in read
+
+    read.clear()
+    for weight in layer.parameters():
+        weight.ds_id = 0
+    assert not _is_one_operation(layer, torch.randn(3, 48), "default")
+    assert read == []

@@ -198,6 +198,34 @@ def stage_problems(model: str, layers: int, stages: int) -> list[str]:
     ]
 
 
+ADA = (8, 9)
+"""NVIDIA's number for the first cards that multiply in fp8. Hopper is (9, 0)."""
+
+
+def fp8_problems(
+    asked: bool, *, strategy: str, bits: int | None, precision: str, capability: tuple[int, int] | None
+) -> list[str]:
+    """Why ``model.fp8`` cannot be, as sentences.
+
+    Args:
+        bits: of the weights, where they are quantised.
+        precision: the launch's mixed precision.
+        capability: of the GPU; None if it is not known, or where a rehearsal multiplies on the CPU.
+    """
+    found = {
+        f"model.fp8 rounds 16-bit weights, and these are quantised to {bits} bits; set model.fp8 to false, or "
+        "quantization.bits to none.": bits is not None,
+        f"model.fp8 returns products in bf16, and the launch computes in {precision}; launch with "
+        "--mixed_precision bf16.": precision != "bf16",
+        f"model.fp8: {strategy} gathers the weights of one module at a time, for PyTorch's own products alone; use "
+        "the strategy file fsdp2.": strategy.startswith("zero3"),
+        "model.fp8: this GPU does not multiply in fp8, as Ada, Hopper and newer ones do; set it to false.": (
+            capability is not None and capability < ADA
+        ),
+    }
+    return [sentence for sentence, applies in found.items() if asked and applies]
+
+
 def spread_problems(reasons: Sequence[str]) -> list[str]:
     """Sentences of why a model's rows cannot be spread over processes, given as clauses."""
     return [f"{reason}; use the strategy file fsdp2." for reason in reasons]

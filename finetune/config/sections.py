@@ -60,6 +60,9 @@ class Model(Section):
     """auto: norms and the gated products of MLPs are one operation each, which keeps less for the backward pass. On a
     GPU Liger's kernels compute them, where liger-kernel is installed, and one in Triton steps AdamW over bf16 weights.
     plain: as transformers, PEFT and PyTorch compose them."""
+    fp8: bool = False
+    """Multiply in 8-bit floating point in the linear layers while training, forward and for the gradients of their
+    inputs: faster on GPUs from Ada and Hopper on. Weights stay in 16 or 32 bits, and evaluation is in bf16."""
 
 
 class Quantization(Section):

@@ -21,6 +21,9 @@ class Rates:
     matrix_efficiency: float = 0.72
     """Share of the data sheet's FLOP/s that the matrix products of a model reach, where nothing better is known: 0.80
     was measured for the best sizes on an H200 (790 of 989 TFLOP/s in bf16); 0.9 of that is assumed."""
+    fp8_speed: float = 1.87
+    """Products in fp8 over those in bf16, with a scale for each row: of the matrices of Llama 3.1 8B and 8,192
+    positions on an H200. Data sheets say 2."""
     attention_efficiency: float = 0.5
     """The same for flash attention, forward and backward: FlashAttention-2 reaches 50 to 73 % on an A100
     (arXiv:2307.08691), and the lower end is assumed."""

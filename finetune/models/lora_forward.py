@@ -6,13 +6,11 @@ through the frozen weights and through the adapter, and those of all layers that
 
 Here every sum is made by the product that computes what is added, in its place. A layer's output is written once, and
 so is the gradient of its input; queries, keys and values, or the two projections of a gated MLP, add up one gradient of
-the input that they share. (Not in layers that are recomputed: nothing keeps that input alive from one to the next.) For
-the backward pass the input is kept, once for all of them, and ``lora_A(x)``.
+the input that they share. For the backward pass the input is kept, once for all of them, and ``lora_A(x)``.
 """
 
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from finetune.compat.torch_private import current_backward
+from finetune.models import fp8
 
 
 def write_once(model: torch.nn.Module) -> None:
@@ -32,13 +31,19 @@ def write_once(model: torch.nn.Module) -> None:
     for parent in list(model.modules()):
         layers: list[Any] = [each for each in parent.children() if type(each) in kinds]
         shared = _SharedInput()
+        if any(_has_siblings(layer, layers) for layer in layers):
+            # also where a recomputation ends early, by an exception
+            parent.register_forward_hook(lambda *_, shared=shared: shared.forget(), always_call=True)
         for layer in layers:
             if layer.lora_variant:  # DoRA is one
                 continue
-            has_siblings = sum(each.in_features == layer.in_features for each in layers) > 1
-            layer.forward = types.MethodType(_forward_of(shared if has_siblings else None), layer)
+            layer.forward = types.MethodType(_forward_of(shared if _has_siblings(layer, layers) else None), layer)
             for last in layer.lora_B.values():
                 last.forward = types.MethodType(_product_added_to, last)
+
+
+def _has_siblings(layer: Any, layers: list[Any]) -> bool:
+    return sum(each.in_features == layer.in_features for each in layers) > 1
 
 
 def _forward_of(shared: "_SharedInput | None") -> Callable[..., torch.Tensor]:
@@ -50,7 +55,12 @@ def _forward_of(shared: "_SharedInput | None") -> Callable[..., torch.Tensor]:
         first, last, scaling = self.lora_A[adapter], self.lora_B[adapter], self.scaling[adapter]
         if _is_one_operation(self, x, adapter):
             given, gradient = shared.seen(x) if shared else (x, None)
-            whole: torch.Tensor = _Adapted.apply(given, first.weight, last.weight, self.base_layer, scaling, gradient)
+            rounded = None
+            if fp8.is_on(self.base_layer):
+                rounded = shared.rounded(x) if shared else fp8.rounded_input(x)
+            whole: torch.Tensor = _Adapted.apply(
+                given, first.weight, last.weight, self.base_layer, scaling, gradient, rounded
+            )
             return whole
         frozen = self.base_layer(x)
         found: torch.Tensor = last(first(self.lora_dropout[adapter](x)) * scaling, frozen)
@@ -63,6 +73,9 @@ def _is_one_operation(layer: Any, x: torch.Tensor, adapter: str) -> bool:
     """Not with dropout; not where dtypes differ, as under autocast of fp32 weights; not in 8 bits, whose backward
     pass needs more; not where ZeRO-3 gathers weights around each module."""
     base, first, last = layer.base_layer, layer.lora_A[adapter], layer.lora_B[adapter]
+    # asked first, and of ``parameters``: DeepSpeed gathers a weight that is read by its name
+    if any(hasattr(weight, "ds_id") for part in (base, first, last) for weight in part.parameters()):
+        return False
     if layer.training and not isinstance(layer.lora_dropout[adapter], torch.nn.Identity):
         return False
     learns = base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)
@@ -71,8 +84,7 @@ def _is_one_operation(layer: Any, x: torch.Tensor, adapter: str) -> bool:
     dtype = base.compute_dtype if _is_4_bit(base) else base.weight.dtype if type(base) is torch.nn.Linear else None
     kind = x.device.type
     computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    is_partitioned = any(hasattr(each, "ds_id") for each in (base.weight, first.weight, last.weight))
-    return {dtype, x.dtype, first.weight.dtype, last.weight.dtype} == {computed} and not is_partitioned
+    return {dtype, x.dtype, first.weight.dtype, last.weight.dtype} == {computed}
 
 
 def _is_4_bit(base: torch.nn.Module) -> bool:
@@ -99,24 +111,29 @@ class _Gradient:
 
 
 class _SharedInput:
-    """What the layers of a module are called with, one after another."""
+    """What the layers of a module are called with, one after another, until its forward ends."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], _Gradient] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor, _Gradient] | None = None
+        self._rounded: tuple[torch.Tensor, fp8.Rounded] | None = None
 
     def seen(self, x: torch.Tensor) -> tuple[torch.Tensor, _Gradient | None]:
         """The input as these layers see it, and its gradient, to which they add: the same for all that get this one."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x, None
-        if self._last:
-            own, seen, gradient = self._last
-            found = seen()
-            if found is not None and own() is x:
-                return found, gradient
-        gradient = _Gradient()
-        found = _Shared.apply(x, gradient)
-        self._last = weakref.ref(x), weakref.ref(found), gradient
-        return found, gradient
+        if self._last is None or self._last[0] is not x:
+            gradient = _Gradient()
+            self._last = x, _Shared.apply(x, gradient), gradient
+        return self._last[1:]
+
+    def rounded(self, x: torch.Tensor) -> fp8.Rounded:
+        """The input in fp8, once for all of them."""
+        if self._rounded is None or self._rounded[0] is not x:
+            self._rounded = x, fp8.rounded_input(x)
+        return self._rounded[1]
+
+    def forget(self) -> None:
+        self._last = self._rounded = None
 
 
 class _Shared(torch.autograd.Function):
@@ -137,7 +154,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Adapted(torch.autograd.Function):
-    """``base(x) + scaling * x A^T B^T`` (arXiv:2106.09685) of a frozen ``base``, in 4 bits or as it is."""
+    """``base(x) + scaling * x A^T B^T`` (arXiv:2106.09685) of a frozen ``base``: as it is, in 4 bits, or in fp8."""
 
     @staticmethod
     def forward(
@@ -148,31 +165,41 @@ class _Adapted(torch.autograd.Function):
         base: Any,
         scaling: float,
         gradient: _Gradient | None,
+        rounded: fp8.Rounded | None,
     ) -> torch.Tensor:
-        out: torch.Tensor = base(x)
-        small_TR = (x.flatten(0, -2) @ a_RI.t()).mul_(scaling)
-        out.view(-1, out.shape[-1]).addmm_(small_TR, b_OR.t())
-        ctx.save_for_backward(x, a_RI, b_OR, small_TR, base.weight)
+        x_TI, scales_O1 = x.flatten(0, -2), None
+        if rounded is not None:
+            out_TO, scales_O1 = fp8.product(rounded, base.weight, base.bias)
+        else:
+            out_TO = base(x).view(x_TI.shape[0], -1)
+        small_TR = (x_TI @ a_RI.t()).mul_(scaling)
+        out_TO.addmm_(small_TR, b_OR.t())
+        ctx.save_for_backward(x, a_RI, b_OR, small_TR, base.weight, scales_O1)
         ctx.quantised = base.weight.quant_state if _is_4_bit(base) else None
         ctx.scaling, ctx.gradient = scaling, gradient
-        return out
+        return out_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, of_out: torch.Tensor) -> Any:
-        x, a_RI, b_OR, small_TR, weight = ctx.saved_tensors
+        x, a_RI, b_OR, small_TR, weight, scales_O1 = ctx.saved_tensors
         of_out_TO, of_x = of_out.flatten(0, -2), None
         of_small_TR = (of_out_TO @ b_OR).mul_(ctx.scaling)
         if ctx.needs_input_grad[0]:
-            weight_OI = weight if ctx.quantised is None else _dequantised(weight, ctx.quantised, of_out.dtype)
             known = ctx.gradient.known() if ctx.gradient else None
-            of_x = of_out_TO @ weight_OI if known is None else known.view(-1, x.shape[-1]).addmm_(of_out_TO, weight_OI)
+            known_TI = None if known is None else known.view(-1, x.shape[-1])
+            if scales_O1 is not None:
+                of_x = fp8.gradient_of_input(of_out_TO, weight, scales_O1)
+                of_x = of_x if known_TI is None else known_TI.add_(of_x)
+            else:
+                weight_OI = weight if ctx.quantised is None else _dequantised(weight, ctx.quantised, of_out.dtype)
+                of_x = of_out_TO @ weight_OI if known_TI is None else known_TI.addmm_(of_out_TO, weight_OI)
             of_x = of_x.addmm_(of_small_TR, a_RI).view(x.shape)
             if ctx.gradient:
                 ctx.gradient.keep(of_x)
                 of_x = None
         of_a = of_small_TR.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_b = of_out_TO.t() @ small_TR if ctx.needs_input_grad[2] else None
-        return of_x, of_a, of_b, None, None, None
+        return of_x, of_a, of_b, None, None, None, None
 
 
 def _dequantised(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from finetune.config.compatibility import (
     averaging_problems,
     bf16_weights_problems,
     context_problems,
+    fp8_problems,
     heads_problems,
     pipeline_problems,
     reference_problems,
@@ -130,6 +131,7 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
         or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
         or next(iter(_context_problems(model, setting)), None)
+        or next(iter(_fp8_problems(setting)), None)
         or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
     )
 
@@ -143,6 +145,11 @@ def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
         paired=setting.paired,
         precision=setting.precision,
     )
+
+
+def _fp8_problems(setting: Setting) -> list[str]:
+    how = {"strategy": setting.strategy, "bits": setting.bits, "precision": setting.precision}
+    return fp8_problems(setting.fp8, **how, capability=None)  # type: ignore[arg-type]
 
 
 def _context_problems(model: Model, setting: Setting) -> list[str]:

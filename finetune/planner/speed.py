@@ -18,7 +18,7 @@ from finetune.planner.communication import Transfer, pipeline_transfers, transfe
 from finetune.trace.layers import Anatomy
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import MORE_PARTS, Kernel, Step
+from finetune.trace.shallow import FP8_PRODUCT, MORE_PARTS, Kernel, Step
 
 PHASES = {"forward": ("forward", "loss", MORE_PARTS), "backward": ("backward",), "step": ("step",)}
 
@@ -111,6 +111,7 @@ def pass_of(kernels: Iterable[Kernel], micro_batch: MicroBatch, gpu: Gpu, rates:
     calls = 0.0
     for each in kernels:
         sheet = gpu.tflops if each.width < 4 else gpu.fp32_tflops
+        sheet *= rates.fp8_speed if each.name == FP8_PRODUCT else 1
         speed = rates.matrix_efficiency * sheet
         flops = micro_batch.value(each.flops)
         if each.kind == "attention":

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import adapter_start, continued_adapter, fused, loading, lora_forward, new_tokens, weights
+from finetune.models import adapter_start, continued_adapter, fp8, fused, loading, lora_forward, new_tokens, weights
 from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
@@ -87,6 +87,8 @@ def load_model(
         fused.fuse(model)
         if adapted:
             lora_forward.write_once(model)
+    if spec.section.fp8:
+        fp8.multiply_in_fp8(model)
     take_losses(model)
     return model, beginning if accelerator.is_main_process else {}
 

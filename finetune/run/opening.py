@@ -18,7 +18,7 @@ from finetune.data.rows import Rows, identity_of
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.errors import refuse_if_any
-from finetune.models import continued_adapter, fused, loading
+from finetune.models import continued_adapter, fp8, fused, loading
 from finetune.models.spec import ModelSpec
 from finetune.optim import rounded_adamw
 from finetune.output import run_files
@@ -62,6 +62,7 @@ def join(
     )
     noticed = agreement.agree(cfg, launch, inputs)
     uses_triton = steps_in_one_kernel(cfg, launch) or (cfg.model.kernels == "auto" and kernels_of(launch) == "Liger")
+    uses_triton |= cfg.model.fp8 and not launch.rehearsal
     problems = gather_object(rounded_adamw.kernel_problems(accelerator.device) if uses_triton else [])
     refuse_if_any(list(dict.fromkeys(problems)))  # once for a machine
     return accelerator, distributed.shared(collate, launch), noticed
@@ -125,7 +126,7 @@ def new_record(
         chat_template=chat_template,
         steps=batches.steps,
         plan=plan.record() if plan else None,
-        kernels=spec.fused | {"computed_by": kernels_of(launch)} | _step_of(cfg, launch),
+        kernels=spec.fused | {"computed_by": kernels_of(launch)} | _step_of(cfg, launch) | _in_fp8(spec),
         launcher=distributed.launcher_of(launch),
         environment=run_files.environment(),
         id=gather_object([uuid4().hex])[0],
@@ -150,6 +151,11 @@ def _step_of(cfg: sections.Run, launch: distributed.Strategy) -> dict[str, str]:
     if cfg.train.weights != "bf16" or cfg.train.optimizer != "adamw":
         return {}
     return {"stepped_by": "Triton" if steps_in_one_kernel(cfg, launch) else "PyTorch"}
+
+
+def _in_fp8(spec: ModelSpec) -> dict[str, int]:
+    """How many linear layers multiply in fp8, as run.yaml says it."""
+    return {"linear layers in fp8": len(fp8.layers_of(spec.skeleton))} if spec.section.fp8 else {}
 
 
 def bubble_line(stages: int, micro_batches: int) -> str:
@@ -194,6 +200,8 @@ def introduction(
     if spec.fused:
         kinds = ", ".join(f"{count} {kind}s" for kind, count in spec.fused.items())
         lines.append(f"fused kernels ({kernels_of(launch)}): {kinds}")
+    if spec.section.fp8:
+        lines.append(f"{len(fp8.layers_of(spec.skeleton))} linear layers multiply in fp8 while training")
     if _step_of(cfg, launch):
         how = "in one kernel (Triton)" if steps_in_one_kernel(cfg, launch) else "in chunks, by PyTorch's operations"
         lines.append(f"bf16 weights are updated {how}")

@@ -18,6 +18,7 @@ from finetune.config import adapter_file, sections
 from finetune.config.compatibility import (
     averaging_problems,
     context_problems,
+    fp8_problems,
     heads_problems,
     pipeline_problems,
     spread_problems,
@@ -42,6 +43,7 @@ from finetune.models import adapter as adapters
 from finetune.models import (
     adapter_start,
     continued_adapter,
+    fp8,
     loading,
     new_tokens,
     packing_support,
@@ -88,6 +90,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             embedding_noise=cfg.train.neftune_alpha > 0,
             precision=launch.mixed_precision,
         )
+        + _fp8_problems(cfg, launch, bits)
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)
@@ -116,8 +119,11 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + new_tokens.problems(spec.skeleton, spec.new_tokens, cfg.adapter)
         + (distributed.problems(launch, bits=stored_bits, **method) if stored_bits and not bits else [])
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
+        + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
     skeleton = spec.skeleton
+    if cfg.model.fp8:
+        refuse_if_any(fp8.problems(skeleton))
     refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
@@ -159,6 +165,11 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
         + _init_problems(cfg, cfg.quantization.bits, is_stored=False)
         + schedule_problems(cfg.train)
     )
+
+
+def _fp8_problems(cfg: sections.Run, launch: distributed.Strategy, bits: int | None) -> list[str]:
+    known = {"strategy": launch.name, "precision": launch.mixed_precision}
+    return fp8_problems(cfg.model.fp8, **known, bits=bits, capability=packing_support.own_capability())
 
 
 def _init_problems(cfg: sections.Run, bits: int | str, *, is_stored: bool) -> list[str]:

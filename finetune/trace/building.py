@@ -17,7 +17,7 @@ from finetune.compat.torch_private import without_modes
 from finetune.config import sections
 from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import attention, fused, lora_forward, quantization
+from finetune.models import attention, fp8, fused, lora_forward, quantization
 from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
@@ -108,6 +108,8 @@ def build(
         fused.fuse(model)
         if setting.adapter != "none":
             lora_forward.write_once(model)
+    if setting.fp8:
+        fp8.multiply_in_fp8(model)
     take_losses(model)
     return model
 

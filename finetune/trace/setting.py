@@ -73,6 +73,8 @@ class Setting:
     """Micro-batches of one process in an optimizer step."""
     fused: bool = True
     """Whether norms, gated products and LoRA are computed by the kernels of this project (``models.fused``)."""
+    fp8: bool = False
+    """Whether linear layers multiply in fp8 (``models.fp8``)."""
     one_kernel: bool = True
     """Whether a kernel steps AdamW over bf16 weights on a GPU, instead of chunks (``optim.rounded_adamw``)."""
     flash: bool = True
@@ -134,6 +136,7 @@ class Setting:
             precision=precision,
             row_tokens=row_tokens,
             fused=cfg.model.kernels == "auto",
+            fp8=cfg.model.fp8,
             one_kernel=triton and cfg.model.kernels == "auto",
             layout="packed" if cfg.data.packing is True else "flat" if flat else "padded",
             flash=flash,

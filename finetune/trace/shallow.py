@@ -17,6 +17,8 @@ from finetune.errors import InputError
 from finetune.trace.powers import MicroBatch, Power
 from finetune.units import largest_part
 
+FP8_PRODUCT = "aten::_scaled_mm"
+"""The name of a matrix product in fp8."""
 MORE_PARTS = "more parts"
 """The phase in which scores are made of the second part of the positions and of those after it."""
 

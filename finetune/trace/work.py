@@ -14,7 +14,7 @@ from typing import Any
 from finetune.compat.fake_tensors import is_view, process_group_size, written_arguments
 from finetune.compat.quick_operations import tensors_in
 from finetune.trace.powers import CONSTANT, MicroBatch, Power, added, multiplied
-from finetune.trace.shallow import Kernel, Sent
+from finetune.trace.shallow import FP8_PRODUCT, Kernel, Sent
 
 FLASH_BACKWARD = 2.5
 """FLOPs of flash attention's backward pass for each forward: five matrix products to two, the scores being computed
@@ -133,6 +133,7 @@ _FLOPS: dict[str, tuple[str, Callable[[Shapes, Shapes, tuple[Any, ...]], float]]
     "aten::bmm": ("product", _product),
     "aten::baddbmm": ("product", _added_product),
     "aten::_grouped_mm": ("product", _product),
+    FP8_PRODUCT: ("product", _product),
     "bitsandbytes::gemm_4bit": ("product", _product),
     "bitsandbytes::int8_scaled_mm": ("product", _product),
     "aten::_scaled_dot_product_flash_attention_for_cpu": ("attention", _attention),

@@ -12,7 +12,7 @@ from finetune.cli.planning.strategy_file import strategy_named
 from finetune.cli.planning.written import Options, all_flags, given_flags, problems, words_of
 from finetune.config import sections
 from finetune.config.command_line import parse
-from finetune.config.compatibility import STRATEGIES
+from finetune.config.compatibility import STRATEGIES, fp8_problems
 from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import (
     adapter_init_problems,
@@ -276,6 +276,13 @@ def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
     data = read.cfg.data
     found, row_tokens = planner_problems(read.cfg.model.attention), data.max_length
     found += packing_problems(read.machines.gpu.compute_capability) if data.packing else []
+    found += fp8_problems(
+        read.cfg.model.fp8,
+        strategy=strategy_named(options.strategy) if options.strategy else "",
+        bits=read.method.bits,
+        precision=read.precision,
+        capability=read.machines.gpu.compute_capability,
+    )
     if options.document_tokens is not None and options.document_tokens > row_tokens:
         found.append(
             f"--document-tokens {options.document_tokens:g}: documents do not fit into rows of {row_tokens} "
