@@ -1,6 +1,7 @@
 """What the stages of a pipeline have and hand on, as tests see it in their processes."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,30 @@ def train(config: Any, stages: int) -> int:
     """Run the recipe; returns the processes that the run had."""
     with mock.patch.dict("os.environ", {"MEGATRON_LM_PP_DEGREE": str(stages)}):
         return int(scenarios.train(config)["world_size"])
+
+
+SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
+
+
+class Tuned:
+    """Trains a model in a pipeline, or with one stage on one process; returns the metrics of the run."""
+
+    def __init__(self, ranks: Any, model: Path, train: Path, held_out: Path, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self._model, self._train, self._settings = model, train, SFT | {"data__eval": [str(held_out)]}
+
+    def __call__(
+        self, name: str, processes: int, stages: int, precision: str = "no", **changes: Any
+    ) -> list[dict[str, Any]]:
+        changes = self._settings | changes | ({"train__pipeline_parts": 1} if stages == 1 else {})
+        config = scenarios.configuration(self._model, self._train, self.folder / name, **changes)
+        if stages == 1:
+            self.ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
+        else:
+            asked = train, config, stages
+            found = self.ranks(processes).run(*asked, strategy="pp", mixed_precision=precision)
+            assert found == [processes] * processes
+        return scenarios.read_metrics(self.folder / name)
 
 
 def train_a_model_that_adds_embeddings_at_the_end(config: Any) -> str:

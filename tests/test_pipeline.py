@@ -49,10 +49,7 @@ def test_no_other_cut_has_a_dearest_stage_that_costs_less(costs: list[float], st
 @pytest.fixture(scope="module")
 def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers, and an embedding that is not the head."""
-    folder = tiny.build_model_folder(tmp_path_factory.mktemp("deep"), tied=False)
-    described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 6}
-    (folder / "config.json").write_text(json.dumps(described))
-    return folder
+    return tiny.build_model_folder(tmp_path_factory.mktemp("deep"), tied=False, layers=6)
 
 
 def test_a_large_head_leaves_its_stage_fewer_layers(deep_folder: Path):
@@ -150,7 +147,6 @@ def test_a_model_that_takes_its_embeddings_twice_does_not_train(
         assert said.startswith("step 1: the loss is not finite")
 
 
-SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
 LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
 SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "four stages": (4, 4, {}),
@@ -178,20 +174,7 @@ SHOWN = ["four stages", "averages, the best kept, layers computed again", "qlora
 def tuned(
     ranks: Any, deep_folder: Path, conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    folder = tmp_path_factory.mktemp("tuned")
-
-    def run(name: str, processes: int, stages: int, precision: str = "no", **changes: Any) -> list[dict[str, Any]]:
-        settings = SFT | {"data__eval": [str(held_out)]} | changes
-        config = scenarios.configuration(deep_folder, conversations, folder / name, **settings)
-        if stages == 1:
-            ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
-        else:
-            asked = pipelines.train, config, stages
-            assert ranks(processes).run(*asked, strategy="pp", mixed_precision=precision) == [processes] * processes
-        return scenarios.read_metrics(folder / name)
-
-    run.folder = folder
-    return run
+    return pipelines.Tuned(ranks, deep_folder, conversations, held_out, tmp_path_factory.mktemp("tuned"))
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
     return fast
 
 
-def build_model_folder(folder: Path, *, tied: bool = True, hidden_size: int = 64, intermediate_size: int = 128) -> Path:
+def build_model_folder(
+    folder: Path, *, tied: bool = True, hidden_size: int = 64, intermediate_size: int = 128, layers: int = 2
+) -> Path:
     """Configuration without weights (random ones are drawn from the seed), and the tokenizer."""
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=512,

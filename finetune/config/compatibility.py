@@ -158,16 +158,20 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def pipeline_problems(strategy: str, *, embedding_noise: bool, paired: bool, precision: str) -> list[str]:
+def pipeline_problems(strategy: str, *, parts: int, embedding_noise: bool, paired: bool, precision: str) -> list[str]:
     """Why the processes of a launch cannot be the stages of a pipeline.
 
     Args:
+        parts: of the layers that each stage has.
         embedding_noise: noise is added to embeddings.
         paired: answers are compared with one another.
         precision: the launch's mixed precision.
     """
     if strategy != "pp":
-        return []
+        sentence = (
+            f"train.pipeline_parts is {parts}, but {strategy} has no stages; set it to 1, or use the strategy file pp."
+        )
+        return [sentence] if parts > 1 else []
     found = {
         "pp computes the loss of one pass of one model, and preferences take several; use the strategy file "
         "fsdp2.": paired,
@@ -178,23 +182,30 @@ def pipeline_problems(strategy: str, *, embedding_noise: bool, paired: bool, pre
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def stage_problems(model: str, layers: int, stages: int) -> list[str]:
+def stage_problems(model: str, layers: int, stages: int, parts: int = 1) -> list[str]:
     """Why a model's layers cannot be divided into the stages of a pipeline, as a sentence.
 
     Args:
         model: its class.
         layers: by ``models.pipeline_stages.units_of``; 0 where they are not one list.
+        parts: of each stage.
     """
-    if stages == 1 or layers >= stages:
+    if stages == 1 or layers >= stages * parts:
         return []
     if not layers:
         return [
             f"pp divides one list of layers between an embedding and a head, which {model} is not; use the strategy "
             "file fsdp2."
         ]
+    there = f"but the model has {layers} layer{'s' if layers > 1 else ''}"
+    if layers >= stages:
+        return [
+            f"pp was launched with {stages} stages, and train.pipeline_parts is {parts}, which makes {stages * parts} "
+            f"parts, {there}; set it to {layers // stages}{' or less' if layers // stages > 1 else ''}."
+        ]
     return [
-        f"pp was launched with {stages} stages, but the model has {layers} layer{'s' if layers > 1 else ''}; set "
-        "--megatron_lm_pp_degree to that many or fewer, or use the strategy file fsdp2."
+        f"pp was launched with {stages} stages, {there}; set --megatron_lm_pp_degree to that many or fewer, or use the "
+        "strategy file fsdp2."
     ]
 
 

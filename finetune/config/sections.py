@@ -245,6 +245,9 @@ class Train(Section):
     """full: recompute each layer in the backward pass, which saves memory and adds about a third more computation. A
     number: recompute so many layers, the first ones. auto: the planner recomputes as few as leave a tenth of the GPU's
     memory free; none on a CPU."""
+    pipeline_parts: PositiveInt = 1
+    """Parts of the layers that each stage of pp has (interleaved 1F1B, arXiv:2104.04473): with 2, stages wait half as
+    long for one another, send hidden states twice as often, and keep more activations. It never changes the result."""
     plan_check: Literal["on", "off"] = "on"
     """on: refuse a run whose predicted peak exceeds the GPU's memory before anything is loaded, and name the nearest
     configuration that fits. off: try it anyway."""

@@ -7,6 +7,10 @@ fewer bytes, go between machines.
 A stage is the whole model's object, in which modules of other stages pass on what they get: names, configuration and
 the model's own forward stay as they are. Every stage calls the loss; in all but the last the model's forward ends it,
 with what the next stage takes. The loss must call the model once.
+
+A stage may have several parts of the layers: of 2 stages with 2 parts each, the first has the parts 0 and 2, the second
+1 and 3. In training a forward pass is one of a part, in which the other parts of the stage pass on too; elsewhere all
+parts compute in one pass, which hands hidden states to the other stages and takes them back between its parts.
 """
 
 import inspect
@@ -27,6 +31,7 @@ from finetune.models.recomputation import layers_of
 
 OF_HEAD = ("loss_of_scores", "logits_to_keep")
 """Arguments of a model's forward that its decoder does not take."""
+Call = Callable[..., Any]
 
 
 class PassedOn(BaseException):
@@ -42,10 +47,15 @@ class Pipeline:
     Args:
         model: whole, with its adapter, not prepared yet.
         dtype: in which it computes.
+        parts: of the layers that each stage has.
     """
 
-    def __init__(self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype, *, parts: int = 1
+    ) -> None:
         self.stage, self.stages, self.device, self.dtype = strategy.stage, strategy.stages, device, dtype
+        self.parts = range(strategy.stage, strategy.stages * parts, strategy.stages)
+        """Of the layers, by their numbers in the model."""
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         width, ranks = strategy.data_processes, range(strategy.world_size)
         lines = [list(ranks[row::width]) for row in range(width)]
@@ -63,10 +73,14 @@ class Pipeline:
         """The process that knows the loss, for each share of the rows."""
         self.with_copies: Callable[[], AbstractContextManager[None]] = nullcontext
         """Within it several passes share their copies of weights in 16 bits, where there are some."""
+        self.running: int | None = None
+        """The part that a forward pass of a schedule computes, which hands on what it makes; None: all of the stage."""
         self.received: torch.Tensor | None = None
-        """What the next forward pass takes in the place of embeddings."""
-        self.is_scheduled = self._answers = False
-        """Of a forward pass: a schedule hands on what it makes; it is one for answers."""
+        """What that part takes in the place of embeddings."""
+        self._answers = False
+        """Whether a forward pass is one for answers."""
+        self._shape: tuple[int, ...] = ()
+        """Of the hidden states of a forward pass."""
         self.names = {name for name, _ in model.named_parameters()}
         """Of all parameters of the whole model."""
         trained = [name for name, each in model.named_parameters() if each.requires_grad]
@@ -84,8 +98,8 @@ class Pipeline:
 
     def _leave_own(self, model: Any) -> None:
         """Make the modules of other stages pass on what they get, and free their weights."""
-        every = stages_of(model, self.stages)
-        self.modules = every[self.stage]
+        every = stages_of(model, self.stages * len(self.parts))
+        self.modules = [module for number in self.parts for module in every[number]]
         """Those of this stage that have weights."""
         places = {layer: place for place, layer in enumerate(layers_of(model))}
         self.layers = len(places.keys() & {*self.modules})
@@ -93,43 +107,44 @@ class Pipeline:
         """Whether answers may keep the keys and values of earlier positions: other layers keep other things."""
         own = {part for module in self.modules for part in module.modules()}
         kept = set(self._of_stage(self.modules))
+        embedding = model.get_input_embeddings()
+        nothing = partial(_nothing, model.config.get_text_config(), self.dtype)
         for number, modules in enumerate(every):
-            for module in modules if number != self.stage else []:
-                # what enters this stage comes out of the last layer before it, whatever was done to the embeddings
-                is_before = number == self.stage - 1 and module is modules[-1]
-                module.forward = partial(self._pass_on, is_before=is_before, place=places.get(module))
+            for module in modules:
+                if number in self.parts:
+                    other = nothing if module is embedding else _same
+                    module.forward = partial(self._in_turn, number, module.forward, other)
+                    continue
+                # what enters a part comes out of the last layer before it, whatever was done to the embeddings
+                enters = number + 1 if module is modules[-1] and number + 1 in self.parts else None
+                leaves = module is modules[0] and number - 1 in self.parts
+                module.forward = partial(self._pass_on, enters=enters, leaves=leaves, place=places.get(module))
                 for part in (each for each in module.modules() if each not in own):
                     _free(part, kept)
         if not self.is_first:
-            model.get_input_embeddings().forward = partial(_nothing, model.config.get_text_config(), self.dtype)
-        whole, base = model.forward, model.base_model
+            embedding.forward = nothing
+        whole, base, last_part = model.forward, model.base_model, len(every) - 1
 
         def forward(**inputs: Any) -> Any:
-            if not self.is_scheduled and not self.is_first:
-                shape = *inputs["input_ids"].shape, model.config.get_text_config().hidden_size
-                self.received = torch.empty(shape, dtype=self.dtype, device=self.device)
-                dist.recv(self.received, self.line_ranks[self.stage - 1], group=self.line)
-            if self.is_last:
+            self._shape = *inputs["input_ids"].shape, model.config.get_text_config().hidden_size
+            if self.running == last_part or (self.running is None and self.is_last):
                 return self._last_scores(model, whole(**inputs)) if self._answers else whole(**inputs)
             hidden = base(**{key: value for key, value in inputs.items() if key not in OF_HEAD}).last_hidden_state
-            self._check(model, inputs["input_ids"], hidden)
-            if not self.is_scheduled:
-                dist.send(hidden.contiguous(), self.line_ranks[self.stage + 1], group=self.line)
             if self._answers:
                 return self._last_scores(model, None, rows=len(hidden))
-            raise PassedOn(hidden)
+            raise PassedOn(self._checked(hidden))
 
         forward.__signature__ = inspect.signature(whole)  # type: ignore[attr-defined]  # generate looks for names in it
         model.forward = forward
 
-    def _check(self, model: Any, input_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """That the next stage gets what it waits for."""
-        shape = *input_ids.shape, model.config.get_text_config().hidden_size
-        if (*hidden.shape, hidden.dtype) != (*shape, self.dtype):
+    def _checked(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states, which are what the next stage waits for."""
+        if (*hidden.shape, hidden.dtype) != (*self._shape, self.dtype):
             raise InputError(
-                f"{type(model).__name__} hands on {tuple(hidden.shape)} of {hidden.dtype} from layer to layer, where a "
-                f"pipeline takes {shape} of {self.dtype}; use the strategy file fsdp2."
+                f"The model hands on {tuple(hidden.shape)} of {hidden.dtype} from layer to layer, where a pipeline "
+                f"takes {self._shape} of {self.dtype}; use the strategy file fsdp2."
             )
+        return hidden.contiguous()
 
     def _last_scores(self, model: Any, found: Any, *, rows: int = 0) -> CausalLMOutputWithPast:
         """Scores after the last position of each row, of shape (rows, 1, vocabulary), in every stage."""
@@ -141,20 +156,51 @@ class Pipeline:
         dist.broadcast(scores, self.line_ranks[-1], group=self.line)
         return CausalLMOutputWithPast(logits=scores)
 
+    @contextmanager
+    def running_part(self, number: int, received: torch.Tensor) -> Iterator[None]:
+        """Within it a forward pass is one of a part alone, in a schedule.
+
+        Args:
+            received: what the part takes, of the one before; not read by the first.
+        """
+        self.running, self.received = number, received if number else None
+        try:
+            yield
+        finally:
+            self.running = self.received = None
+
+    def _in_turn(self, number: int, own: Call, other: Call, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a module of this stage, which another takes the place of while another part computes. (Layers
+        that are computed again are so between the forward passes of parts.)"""
+        return (own if self.running in (None, number) else other)(*args, **kwargs)
+
     def _pass_on(
         self,
         hidden_BTD: torch.Tensor,
         *_: Any,
-        is_before: bool,
+        enters: int | None,
+        leaves: bool,
         place: int | None,
         past_key_values: Any = None,
         **__: Any,
     ) -> torch.Tensor:
-        """The forward of a module of another stage; what was received, for the last one before this stage."""
+        """The forward of a module of another stage; for the last one before a part of this stage, what enters it.
+
+        Args:
+            enters: the number of that part.
+            leaves: whether it is the first one after a part of this stage.
+        """
         if past_key_values is not None and place is not None:  # which asks its layers how many positions there are
             filler = hidden_BTD.new_zeros(len(hidden_BTD), 1, hidden_BTD.shape[1], 1)
             past_key_values.update(filler, filler, place)
-        if not is_before:
+        if self.running is None:
+            if leaves:
+                dist.send(self._checked(hidden_BTD), self._neighbour(1), group=self.line)
+            if enters is not None:
+                hidden_BTD = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+                dist.recv(hidden_BTD, self._neighbour(-1), group=self.line)
+            return hidden_BTD
+        if enters != self.running:
             return hidden_BTD
         received, self.received = self.received, None
         if received is None:
@@ -162,6 +208,10 @@ class Pipeline:
                 "The loss calls the model more than once, which pp does not support; use the strategy file fsdp2."
             )
         return received
+
+    def _neighbour(self, steps: int) -> int:
+        """The process with the next part of the layers, or with the one before."""
+        return self.line_ranks[(self.stage + steps) % self.stages]
 
     def leave_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave to an optimizer of the whole model what this stage steps."""
@@ -267,6 +317,10 @@ def _nothing(config: Any, dtype: torch.dtype, input_ids: torch.Tensor) -> torch.
     """What is in the place of embeddings where no layer takes them: a model that uses them all the same must not
     train, and with a loss that is not a number it does not."""
     return torch.full((*input_ids.shape, config.hidden_size), torch.nan, dtype=dtype, device=input_ids.device)
+
+
+def _same(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return hidden
 
 
 def _free(part: Any, kept: set[torch.nn.Parameter]) -> None:

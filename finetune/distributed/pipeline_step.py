@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from finetune.data.batches import IGNORED
 from finetune.distributed.pipeline import PassedOn, Pipeline
 from finetune.errors import InputError
+from finetune.models import interleaving
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -23,7 +24,8 @@ def backward(
     scale: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Forward and backward passes of all micro-batches, in the order 1F1B: a stage computes as few of them ahead as
-    keep the next ones busy, and then one forward and one backward pass in turn (arXiv:1806.03377). Collective.
+    keep the next ones busy, and then one forward and one backward pass in turn (arXiv:1806.03377). Of several parts a
+    stage takes those passes in turn (``models.interleaving``). Collective.
 
     Args:
         scale: a loss to what gradients are of. They are added up over micro-batches and replicas.
@@ -31,28 +33,32 @@ def backward(
     Returns:
         The losses, in the last stage; zeros in the others.
     """
-    every = _of_one_length(list(micro_batches))
-    runner, places = _Runner(pipeline, model, loss_sum, every), torch.arange(len(every))
-    hidden = torch.empty(runner.shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
-    stage = PipelineStage(
-        *(runner, pipeline.stage, pipeline.stages, pipeline.device),
-        input_args=places[:1] if pipeline.is_first else hidden,
-        output_args=torch.empty(1, requires_grad=True) if pipeline.is_last else hidden,
-        group=pipeline.line,
-    )
-    kind = Schedule1F1B if len(every) >= pipeline.stages else ScheduleGPipe  # the same order, of so few
-    schedule = kind(stage, len(every), loss_fn=lambda loss, _: scale(loss.sum()), scale_grads=False)
-    given, target = (places,) if pipeline.is_first else (), places if pipeline.is_last else None
-    pipeline.is_scheduled = True
+    given = _of_one_length(list(micro_batches))
+    computed = interleaving.filled(len(given), pipeline.stages) if len(pipeline.parts) > 1 else len(given)
+    every = given + given[-1:] * (computed - len(given))
+    losses = [torch.zeros((), device=pipeline.device) for _ in every]
+    places = torch.arange(computed)
+
+    def learnt(loss: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return scale(loss.sum()) * float(place < len(given))
+
+    parts = [_Runner(pipeline, model, loss_sum, every, losses, part) for part in pipeline.parts]
+    schedule = _schedule_of(pipeline, [each.stage() for each in parts], computed, learnt)
+    target = places if pipeline.is_last else None
     try:
         with pipeline.with_copies():
-            schedule.step(*given, target=target, place=places, return_outputs=False)
+            schedule.step(*[places] * pipeline.is_first, target=target, place=places, return_outputs=False)
     except RuntimeError as error:  # a schedule wraps whatever is raised in a stage
         raise _cause_of(error) from error
-    finally:
-        pipeline.is_scheduled = False
     _reduce(pipeline, model)
-    return runner.losses
+    return losses[: len(given)]
+
+
+def _schedule_of(pipeline: Pipeline, parts: list[PipelineStage], micro_batches: int, loss: Any) -> Any:
+    if len(parts) > 1:
+        return ScheduleInterleaved1F1B(parts, micro_batches, loss_fn=loss, scale_grads=False)
+    kind = Schedule1F1B if micro_batches >= pipeline.stages else ScheduleGPipe  # the same order, of so few
+    return kind(parts[0], micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any, micro_batches: int) -> None:
@@ -61,9 +67,10 @@ def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any,
     As many are computed as are on their way at a time. For the others there are buffers, of hidden states and of their
     gradients, which a schedule makes for all micro-batches before the first.
     """
-    at_once = min(pipeline.stages, micro_batches)
+    at_once = interleaving.shortest_alike(pipeline.stages, len(pipeline.parts), micro_batches)
     shape = *_next_tokens_of(micro_batch).shape, model.config.get_text_config().hidden_size
-    buffers = torch.empty(2 * (micro_batches - at_once), *shape, dtype=pipeline.dtype, device=pipeline.device)
+    count = 2 * len(pipeline.parts) * max(0, micro_batches - at_once)
+    buffers = torch.empty(count, *shape, dtype=pipeline.dtype, device=pipeline.device)
     backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
     del buffers
 
@@ -77,26 +84,43 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 class _Runner(torch.nn.Module):
-    """What a schedule calls with each micro-batch."""
+    """What a schedule calls with each micro-batch: the forward pass of a part of the layers."""
 
-    def __init__(self, pipeline: Pipeline, model: Any, loss_sum: LossSum, every: list[Any]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: Any,
+        loss_sum: LossSum,
+        every: list[Any],
+        losses: list[torch.Tensor],
+        part: int,
+    ) -> None:
         super().__init__()
-        self.model, self._asked = model, (pipeline, loss_sum, every)
-        self.losses = [torch.zeros((), device=pipeline.device) for _ in every]
-        self.shape = torch.Size((*_next_tokens_of(every[0]).shape, model.config.get_text_config().hidden_size))
-        """Of what stages hand on."""
+        self.model, self.part, self._asked = model, part, (pipeline, loss_sum, every, losses)
+
+    def stage(self) -> PipelineStage:
+        """The part as PyTorch knows it: a stage, of which a process may have several."""
+        pipeline, _, every, _ = self._asked
+        parts = pipeline.stages * len(pipeline.parts)
+        shape = *_next_tokens_of(every[0]).shape, self.model.config.get_text_config().hidden_size
+        hidden = torch.empty(shape, dtype=pipeline.dtype, device="meta", requires_grad=True)
+        return PipelineStage(
+            *(self, self.part, parts, pipeline.device),
+            input_args=torch.arange(1) if self.part == 0 else hidden,
+            output_args=torch.empty(1, requires_grad=True) if self.part == parts - 1 else hidden,
+            group=pipeline.line,
+        )
 
     def forward(self, given: torch.Tensor, *, place: torch.Tensor) -> torch.Tensor:
-        """The loss, of shape (1,), in the last stage; what the next one takes in the others."""
-        (pipeline, loss_sum, every), number = self._asked, int(place)
-        pipeline.received = None if pipeline.is_first else given
+        """The loss, of shape (1,), in the last part; what the next one takes in the others."""
+        (pipeline, loss_sum, every, losses), number = self._asked, int(place)
         try:
-            loss = loss_sum(self.model, every[number])
+            with pipeline.running_part(self.part, given):
+                loss = loss_sum(self.model, every[number])
         except PassedOn as passed:
-            hidden = passed.hidden_BTD.contiguous()
-            # of a stage in which nothing is trained a graph is asked for all the same
-            return hidden if hidden.requires_grad else hidden.requires_grad_()
-        self.losses[number] = loss.detach()
+            # of a part in which nothing is trained a graph is asked for all the same
+            return passed.hidden_BTD if passed.hidden_BTD.requires_grad else passed.hidden_BTD.requires_grad_()
+        losses[number] = loss.detach()
         return loss.view(1)
 
 

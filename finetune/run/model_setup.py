@@ -121,5 +121,6 @@ def build_optimizer(
     )
     if launch.stages > 1:  # of the whole model it has been built, by which rates and groups go
         dtype = distributed.compute_dtype(launch, train.weights)
-        distributed.Pipeline(model, launch, accelerator.device, dtype).leave_own(built)
+        parts = train.pipeline_parts
+        distributed.Pipeline(model, launch, accelerator.device, dtype, parts=parts).leave_own(built)
     return built

@@ -86,6 +86,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         )
         + pipeline_problems(
             launch.name,
+            parts=cfg.train.pipeline_parts,
             paired=isinstance(cfg, PairedRun),
             embedding_noise=cfg.train.neftune_alpha > 0,
             precision=launch.mixed_precision,
@@ -127,7 +128,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
-        refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages))
+        refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages, cfg.train.pipeline_parts))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
     if cfg.adapter.type != "none":
