@@ -63,7 +63,8 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
             continue
         for method in question.methods:
             for sizes in splits(strategy, question.machines, question.model.anatomy.layers) or [{}]:
-                how: dict[str, Any] = {"strategy": strategy, **sizes}
+                parts = question.base.parts if strategy == "pp" else 1
+                how: dict[str, Any] = {"strategy": strategy, "parts": parts, **sizes}
                 base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
                 if why := why_not(question.model, base) or _too_few_rows(question, base):
                     left_out.append(Impossible(strategy, method, why))
@@ -139,8 +140,9 @@ def why_not(model: Model, setting: Setting) -> str | None:
 def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
     if setting.stages == 1:
         return []
-    return stage_problems("this model", len(model.anatomy.costs), setting.stages) + pipeline_problems(
+    return stage_problems("this model", len(model.anatomy.costs), setting.stages, setting.parts) + pipeline_problems(
         setting.strategy,
+        parts=setting.parts,
         embedding_noise=setting.embedding_noise,
         paired=setting.paired,
         precision=setting.precision,
@@ -190,7 +192,7 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
 
 
 def _launch(setting: Setting) -> dict[str, Any]:
-    return {"strategy": setting.strategy, "context": setting.context, "stages": setting.stages}
+    return {name: getattr(setting, name) for name in ("strategy", "context", "stages", "parts")}
 
 
 def _could_fit(row: Row) -> bool:

@@ -15,6 +15,7 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
         "train.activation_checkpointing",
         lambda setting: setting.recomputes,
     ),
+    "parts": ("train.pipeline_parts", lambda setting: str(setting.parts)),
     "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
     "weights": ("train.weights", lambda setting: setting.weights),
     "adapter": ("adapter.type", lambda setting: setting.adapter),
@@ -49,6 +50,11 @@ def with_checkpointing(setting: Setting) -> list[Setting]:
     )
 
 
+def with_one_part(setting: Setting) -> list[Setting]:
+    """Of the layers on each stage of a pipeline, which then keeps fewer activations."""
+    return [replace(setting, parts=1)] if setting.parts > 1 else []
+
+
 def with_8_bit_state(setting: Setting) -> list[Setting]:
     return [replace(setting, optimizer="adamw_8bit")] if setting.optimizer == "adamw" else []
 
@@ -80,8 +86,9 @@ def sharded(setting: Setting) -> list[Setting]:
 
 
 def _with_stages(setting: Setting, stages: int) -> Setting:
-    """With the rows of a step."""
-    return replace(setting, stages=stages, accumulation=setting.accumulation * stages // setting.stages)
+    """With the rows of a step, and with as many parts of the layers where there are stages."""
+    accumulation = setting.accumulation * stages // setting.stages
+    return replace(setting, stages=stages, parts=setting.parts if stages > 1 else 1, accumulation=accumulation)
 
 
 def spread(setting: Setting) -> list[Setting]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
-from finetune.planner.pipelines import Stage, sent_bytes, trained_share
+from finetune.planner.pipelines import Stage, computed, sent_bytes, trained_share
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Sent, Step
@@ -77,7 +77,7 @@ def pipeline_transfers(
     Args:
         width: elements of a hidden state.
     """
-    replicas, times = setting.data_processes, setting.accumulation
+    replicas, times = setting.data_processes, computed(setting) * setting.parts
     # of several machines some neighbours are in another one, and all wait for them
     gb_per_second, latency = _route(machines, 2, machines.gpus_per_node if machines.nodes > 1 else replicas)
     size, calls = sent_bytes(setting, width) * times, float(times)

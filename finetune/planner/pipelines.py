@@ -4,13 +4,15 @@ A step is known as a function of the number of layers, so that of a stage is kno
 loss where it is not the last, and without embedding and head where it has none. Beside it lie the activations of the
 micro-batches that are on their way: in the order 1F1B the first of S stages computes S ahead, the last one
 (arXiv:1806.03377). A step of M micro-batches takes as long as all stages take for one of them, and the slowest for the
-M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal).
+M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal). Where stages have several parts, more
+are on their way (``models.interleaving``), and each waits for the others for as much less as there are parts.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from finetune.models import interleaving
 from finetune.models.stage_cuts import cuts
 from finetune.trace.layers import Anatomy
 from finetune.trace.partly import PartlyRecomputed
@@ -30,9 +32,8 @@ class Stage:
 
     number: int
     of: int
-    first: int
-    """Of its layers, by its number in the model."""
-    layers: int
+    spans: tuple[tuple[int, int], ...]
+    """Of its layers, by their numbers in the model: of each part the first, and the one after its last."""
     share_of_ends: float
     """Of the weights of embedding and head together, those that it has."""
 
@@ -40,17 +41,22 @@ class Stage:
     def is_last(self) -> bool:
         return self.number == self.of - 1
 
-    def ahead(self, micro_batches: int) -> int:
-        """Micro-batches whose activations it keeps at a time."""
-        return min(self.of - self.number, micro_batches)
+    @property
+    def layers(self) -> int:
+        return sum(end - first for first, end in self.spans)
+
+    def ahead(self, micro_batches: int) -> float:
+        """Micro-batches whose activations it keeps at a time, parts of them added up as if they were equal."""
+        return interleaving.ahead(self.number, self.of, len(self.spans), micro_batches) / len(self.spans)
 
 
 def stages_of(setting: Setting, anatomy: Anatomy) -> list[Stage]:
     """The stages that a run cuts the model into (``models.pipeline_stages``)."""
-    found = []
-    for number, (first, end) in enumerate(_cuts(anatomy.costs, setting.stages)):
+    found, spans = [], _cuts(anatomy.costs, setting.stages * setting.parts)
+    for number in range(setting.stages):
         ends = (number == 0) + (number == setting.stages - 1)
-        found.append(Stage(number, setting.stages, first, end - first, ends * (1.0 if anatomy.ties else 0.5)))
+        own = tuple(spans[number :: setting.stages])
+        found.append(Stage(number, setting.stages, own, ends * (1.0 if anatomy.ties else 0.5)))
     return found
 
 
@@ -62,7 +68,7 @@ def _recomputed(step: Step, stage: Stage) -> list[tuple[Step, int]]:
     stage's layers are as there. Where all layers are alike, that step alone."""
     if not isinstance(step, PartlyRecomputed):
         return [(step, stage.layers)]
-    again = min(max(0, step.recomputed_layers - stage.first), stage.layers)
+    again = sum(min(max(0, step.recomputed_layers - first), end - first) for first, end in stage.spans)
     return [(step.kept, stage.layers - again), (step.all_recomputed, again)]
 
 
@@ -138,6 +144,11 @@ def kernels_of(step: Step, setting: Setting, stage: Stage) -> list[Kernel]:
     return found
 
 
+def computed(setting: Setting) -> int:
+    """Micro-batches of a step on each replica, with those that train nothing."""
+    return setting.accumulation if setting.parts == 1 else interleaving.filled(setting.accumulation, setting.stages)
+
+
 def sent_bytes(setting: Setting, width: int) -> int:
     """Of the hidden states of a micro-batch, and as much of their gradients: what a stage sends the next one."""
     return setting.tokens * width * (4 if setting.precision == "no" else 2)
@@ -145,8 +156,8 @@ def sent_bytes(setting: Setting, width: int) -> int:
 
 def _buffers(setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int) -> float:
     """For what a stage receives of its neighbours, of all micro-batches of a step (``distributed.pipeline_step``)."""
-    neighbours = (stage.number > 0) + (not stage.is_last)
-    return float(neighbours * setting.accumulation * sent_bytes(setting, width))
+    neighbours = 2 * setting.parts - (stage.number == 0) - stage.is_last
+    return float(neighbours * computed(setting) * sent_bytes(setting, width))
 
 
 def _copies(step: Step, setting: Setting, stage: Stage) -> float:

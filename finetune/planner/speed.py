@@ -186,19 +186,22 @@ def _pipeline_time(
     of_stages = [pipelines.kernels_of(step, setting, stage) for stage in stages]
     passes = [pass_of(kernels, micro_batch, machines.gpu, rates, attended) for kernels in of_stages]
     sent = pipeline_transfers(step, setting, machines, anatomy.width, stages)
-    handed_on = sum(each.seconds for each in sent if each.when != "step") / setting.accumulation
+    micro_batches = pipelines.computed(setting)
+    passes_through = micro_batches * setting.parts
+    handed_on = sum(each.seconds for each in sent if each.when != "step") / passes_through
     slowest = max(passes, key=lambda each: each.seconds)
     of_others = sum(each.seconds for each in passes) - slowest.seconds
     steps = [each for each in step.kernels if each.phase == "step"]
     update = pass_of(steps, micro_batch, machines.gpu, rates, attended).seconds
-    micro, handovers = setting.accumulation / traced, setting.accumulation + setting.stages - 1
+    micro, handovers = setting.accumulation / traced, passes_through + setting.stages - 1
+    trains_nothing = (micro_batches - setting.accumulation) * slowest.seconds
     return StepTime(
         parts=Parts(
             **{field.name: micro * getattr(slowest, field.name) for field in fields(Pass)},
             communication=handovers * handed_on + sum(each.seconds for each in sent if each.when == "step"),
             offload=0.0,
             optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
-            idle=of_others / traced,
+            idle=(of_others / setting.parts + trains_nothing) / traced,
         ),
         tokens=setting.tokens * setting.accumulation * setting.data_processes,
         model_flops=micro * useful_flops(step, micro_batch, attended) / setting.stages,

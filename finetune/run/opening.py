@@ -18,7 +18,7 @@ from finetune.data.rows import Rows, identity_of
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.errors import refuse_if_any
-from finetune.models import continued_adapter, fp8, fused, loading
+from finetune.models import continued_adapter, fp8, fused, interleaving, loading
 from finetune.models.spec import ModelSpec
 from finetune.optim import rounded_adamw
 from finetune.output import run_files
@@ -158,13 +158,16 @@ def _in_fp8(spec: ModelSpec) -> dict[str, int]:
     return {"linear layers in fp8": len(fp8.layers_of(spec.skeleton))} if spec.section.fp8 else {}
 
 
-def bubble_line(stages: int, micro_batches: int) -> str:
-    """How long the stages of a pipeline wait in a step: until the first micro-batch has come to the last of them, and
-    after the last has left it (arXiv:2104.04473, section 2.2.1)."""
-    share = (stages - 1) / (micro_batches + stages - 1)
+def bubble_line(stages: int, parts: int, micro_batches: int) -> str:
+    """How long the stages of a pipeline wait in a step."""
+    share = interleaving.idle_share(stages, parts, micro_batches)
+    which = f"{stages} stages" + (f" of {parts} parts" if parts > 1 else "")
+    more = interleaving.filled(micro_batches, stages) - micro_batches if parts > 1 else 0
+    filled = f" and computes {more} that train{'s' if more == 1 else ''} nothing" if more else ""
     return (
-        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} in a step for {stages} stages: each is idle "
+        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} in a step for {which}: each is idle{filled} "
         f"for {share:.0%} of it, less with more and smaller micro-batches"
+        + (f", best a multiple of {stages}" if more else "")
     )
 
 
@@ -180,7 +183,8 @@ def introduction(
     lines = [distributed.describe(launch)]
     if launch.stages > 1:
         at_a_time = cfg.train.least_micro_batch_size * launch.data_processes
-        lines.append(bubble_line(launch.stages, cfg.train.global_batch_size // at_a_time))
+        micro_batches = cfg.train.global_batch_size // at_a_time
+        lines.append(bubble_line(launch.stages, cfg.train.pipeline_parts, micro_batches))
     if cfg.model.random_weights:
         seed = cfg.train.seed
         lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")

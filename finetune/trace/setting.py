@@ -90,6 +90,8 @@ class Setting:
     """GPUs that compute each row together."""
     stages: int = 1
     """Of a pipeline, each on GPUs of its own."""
+    parts: int = 1
+    """Of the layers that each stage of a pipeline has."""
 
     @classmethod
     def of(
@@ -144,6 +146,7 @@ class Setting:
             mismatches=isinstance(cfg, PairedRun) and cfg.dpo.loss == "kto",
             paired=isinstance(cfg, PairedRun),
             embedding_noise=train.neftune_alpha > 0,
+            parts=train.pipeline_parts,
         )
 
     @property

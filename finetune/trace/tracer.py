@@ -60,6 +60,7 @@ def key_setting(setting: Setting) -> Setting:
         layout="flat" if setting.flat else "padded",
         accumulation=micro_batches,
         stages=1,
+        parts=1,
         paired=False,
         embedding_noise=False,
         one_kernel=setting.one_kernel or setting.weights != "bf16" or setting.optimizer != "adamw",
