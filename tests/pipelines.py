@@ -104,6 +104,25 @@ def lengths_computed(config: Any) -> list[list[int]]:
     return found
 
 
+def passes_of(config: Any) -> list[tuple[int, int]]:
+    """Run the recipe; returns the part and the micro-batch of each forward pass of the last step."""
+    found: list[tuple[int, int]] = []
+    forward, backward = pipeline_step._Runner.forward, pipeline_step.backward
+
+    def seen(self: Any, given: Any, *, place: torch.Tensor) -> torch.Tensor:
+        found.append((self.part, int(place)))
+        return forward(self, given, place=place)
+
+    def anew(*args: Any) -> Any:
+        found.clear()
+        return backward(*args)
+
+    watched = mock.patch.object(pipeline_step, "backward", anew)
+    with watched, mock.patch.object(pipeline_step._Runner, "forward", seen):
+        scenarios.train(config)
+    return found
+
+
 def embedding_of(config: Any) -> str:
     """Run the recipe; returns the embedding that this process has at the end, as a digest."""
     from recipes import sft

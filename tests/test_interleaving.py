@@ -12,10 +12,9 @@ import pytest
 import scenarios
 import sharing
 import tiny
-import torch
-from alike import assert_alike
+import yaml
+from alike import FIGURES, assert_alike, texts_in
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.models import interleaving
 from finetune.output.run_reading import read_run
@@ -106,3 +105,112 @@ def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name:
     answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
     assert answers[0] == answers[1]
     assert len(answers[0]) == 3
+
+
+@PROVEN
+def test_a_run_goes_on_with_other_parts_and_without_any_as_one_that_was_not_interrupted(tuned: Any):
+    expected = tuned("alone", 1, 1, train__steps=6)
+    launches = [(2, 2, 1), (2, 2, 4), (4, 4, 2), (1, 1, 1)]
+    for number, (before, after) in enumerate(itertools.pairwise(launches)):
+        kept = {"train__steps": 6, "checkpoint__every": 3, "checkpoint__keep": 5}
+        tuned(f"before-{number}", *before[:2], **in_parts(before[2], **kept))
+        step = tuned.folder / f"before-{number}" / "checkpoints" / "step-00000003"
+        resumed = in_parts(after[2], train__steps=6, checkpoint__resume=str(step))
+        assert_alike(tuned(f"after-{number}", *after[:2], **resumed), expected[3:])
+
+
+@PROVEN
+def test_questions_are_answered_and_choices_scored_as_by_one_process(tuned: Any, tmp_path: Path):
+    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in ("house", "tree")]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": name, "data": str(tmp_path / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
+    changes = {"eval__tasks": tasks, "eval__exact_match": True, "train__steps": 2}
+    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", 4, 2, **in_parts(2, **changes))
+    assert_alike(found, expected)
+    for key in ("eval_exact_match", "eval_choice"):
+        assert found[-1][key] == expected[-1][key]
+    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]
+
+
+def test_computing_in_16_bits_trains_as_on_one_process(tuned: Any):
+    settings: dict[str, Any] = {"precision": "bf16", "train__activation_checkpointing": "full"}
+    found, expected = tuned("shared", 2, 2, **in_parts(2, **settings)), tuned("alone", 1, 1, **settings)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+
+
+def test_each_stage_has_the_layers_of_its_parts_alone(
+    ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = in_parts(2, train__steps=2, train__micro_batch_size=2)
+    config = scenarios.configuration(deep_folder, conversations, tmp_path, **changes)
+    found = ranks(2).run(pipelines.held_in, config, 2, strategy="pp")
+    assert [each["stage"] for each in found] == [0, 1]
+    of_layers = [{int(name.split(".")[2]) for name in each["held"] if ".layers." in name} for each in found]
+    assert of_layers == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    assert [each["stepped"] for each in found] == [each["held"] for each in found]
+    assert [each["bytes"]["parts"] for each in found] == [2, 2]
+    assert "lm_head.weight" in found[1]["held"]
+    recorded = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert recorded["strategy"]["sharding"]["parts"] == 2
+
+
+def test_parts_wait_for_one_another_in_the_order_that_keeps_stages_busy(
+    ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = in_parts(2, train__steps=1, train__micro_batch_size=2)
+    config = scenarios.configuration(deep_folder, conversations, tmp_path, **changes)
+    first, last = ranks(2).run(pipelines.passes_of, config, strategy="pp")
+    # of 4 micro-batches, 2 at a time go through each part
+    assert first == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+    assert last == [(1, 0), (1, 1), (3, 0), (3, 1), (1, 2), (1, 3), (3, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("weights", ["fp32_master", pytest.param("bf16", marks=PROVEN)])
+def test_an_embedding_that_is_the_head_too_stays_the_same_in_both_stages(
+    weights: str, ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = in_parts(2, train__weights=weights, train__micro_batch_size=2, train__steps=3)
+    config = scenarios.configuration(deep_folder, conversations, tmp_path, **changes)
+    found = ranks(2).run(pipelines.embedding_of, config, strategy="pp", mixed_precision="bf16")
+    assert len(found) == 2
+    assert len(set(found)) == 1
+
+
+REFUSED: dict[str, tuple[str, int, int, str]] = {
+    "more parts than layers": (
+        "pp",
+        2,
+        5,
+        "train.pipeline_parts is 5, which makes 10 parts, but the model has 8 layer",
+    ),
+    "no stages": ("ddp", 2, 2, "train.pipeline_parts is 2, but ddp has no stages; set it to 1, or use the strategy"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_parts_that_cannot_be_are_refused(
+    name: str, ranks: Any, deep_folder: Path, conversations: Path, tmp_path: Path
+):
+    strategy, processes, parts, sentence = REFUSED[name]
+    config = scenarios.configuration(deep_folder, conversations, tmp_path / "run", **in_parts(parts))
+    for said in ranks(processes).run(
+        sharing.refused_by_a_run, "recipes.sft", config.model_dump(), {}, strategy=strategy
+    ):
+        assert sentence in said
+    assert not (tmp_path / "run").exists()
+
+
+@PROVEN
+def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
+    ranks: Any, deep_folder: Path, tmp_path: Path
+):
+    found, texts = {}, texts_in(tmp_path)
+    for strategy, processes, parts in (("single", 1, 1), ("pp", 2, 2)):
+        changes = texts | in_parts(parts, eval__every=2, train__steps=4)
+        values = corpora.values_of(deep_folder, Path(), tmp_path / strategy, **changes)
+        assert ranks(processes).run(corpora.pretrain, values, strategy=strategy) == [processes] * processes
+        found[strategy] = scenarios.read_metrics(tmp_path / strategy)
+    for one, other in zip(found["pp"], found["single"], strict=True):
+        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
+        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)

@@ -32,6 +32,8 @@ class Sharding:
     """Of a pipeline's stage: ``shards`` is the number of stages then, whose shares are not equal."""
     share_bytes: int | None = None
     """Of the modules of this stage."""
+    parts: int | None = None
+    """Of the layers that this stage has."""
 
     def problem(self) -> str | None:
         """A sentence if this process holds more than its share; shards are padded to equal sizes."""
@@ -51,6 +53,7 @@ class Sharding:
         line = f"{self.what} on this process: {size_text(self.held_bytes)}"
         if self.layers is not None:
             line += f" of {size_text(self.total_bytes)}, {self.layers} layers in a pipeline of {self.shards} stages"
+            line += f" of {self.parts} parts" if self.parts != 1 else ""
         else:
             line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
         beside = f"; plus {size_text(self.constants_bytes)} of quantisation constants"
@@ -68,7 +71,8 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
     if pipeline := pipeline_of(model):
         total = sum(each.nbytes for name, each in model.named_parameters() if name in pipeline.names)
         own = _bytes([each for module in pipeline.modules for each in module.parameters()])
-        return Sharding("weights", strategy.stages, total, _bytes(parameters), _constants(model), pipeline.layers, own)
+        of_stage = _constants(model), pipeline.layers, own, len(pipeline.parts)
+        return Sharding("weights", strategy.stages, total, _bytes(parameters), *of_stage)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk
