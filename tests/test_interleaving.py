@@ -18,6 +18,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from finetune.models import interleaving
 from finetune.output.run_reading import read_run
+from finetune.run.opening import bubble_line
 
 PROVEN = pytest.mark.prove
 LAYERS = 8
@@ -54,6 +55,13 @@ def test_stages_are_idle_for_as_much_less_as_they_have_parts():
     assert interleaving.idle_share(4, 1, 8) == pytest.approx(3 / 11)
     assert interleaving.idle_share(4, 2, 8) == pytest.approx(1.5 / 9.5)
     assert interleaving.idle_share(2, 2, 5) == pytest.approx(1.5 / 6.5)  # one of which trains nothing
+
+
+def test_a_run_says_how_long_stages_wait_and_what_trains_nothing():
+    assert bubble_line(4, 1, 8).startswith("8 micro-batches in a step for 4 stages: each is idle for 27% of it, less")
+    said = bubble_line(2, 2, 5)
+    assert said.startswith("5 micro-batches in a step for 2 stages of 2 parts: each is idle and computes 1 that trains")
+    assert said.endswith("best a multiple of 2")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import tiny
 from test_plan_choose import GIB, LLAMA_8B, row_of
 from tracing import begun, traced_anatomy, traced_step
 
-from finetune.cli.planning.launch_command import launcher_flags
+from finetune.cli.planning.launch_command import launcher_flags, recipe_flags
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import pipelines
@@ -260,3 +260,37 @@ def test_a_model_that_is_no_list_of_layers_is_no_option():
     unlike = mock.PropertyMock(return_value=replace(LLAMA_8B.anatomy, costs=()))
     with mock.patch.object(type(LLAMA_8B), "anatomy", unlike):
         assert "which this model is not" in (why_not(LLAMA_8B, Setting("pp", 8, stages=2, layout="flat")) or "")
+
+
+def test_parts_keep_more_activations_and_wait_less_by_what_is_held_of_each(step: Step, anatomy: Anatomy):
+    one, two = (replace(PIPELINE, stages=STAGES, parts=parts, accumulation=6) for parts in (1, 2))
+    micro_batch, machines = step.micro_batch(1, TOKENS), parse_gpus("3xH100")
+    kept, activations, idle = pipelines.kept_by_layer(step, micro_batch), [], []
+    for asked in (one, two):
+        stages = pipelines.stages_of(asked, anatomy)
+        assert sum(each.layers for each in stages) == LAYERS
+        assert {len(each.spans) for each in stages} == {asked.parts}
+        assert [each.ahead(6) for each in stages] == ([3, 2, 1] if asked.parts == 1 else [4, 3, 2])
+        moments = pipelines.moments_of(step, asked, stages[0], micro_batch, anatomy.width)
+        activations.append(max(each.categories["activations"] for each in moments if each.phase == "backward"))
+        time = step_time(step, asked, machines, anatomy, mean_document_tokens=TOKENS)
+        idle.append(time.parts.idle)
+        assert {each.what: each.calls for each in time.transfers}["hidden states to the next stage"] == 6 * asked.parts
+    buffers = 2 * 6 * 2 * TOKENS * anatomy.width  # two more neighbours of parts, in 16 bits
+    layers = pipelines.stages_of(one, anatomy)[0].layers
+    assert layers == pipelines.stages_of(two, anatomy)[0].layers
+    assert activations[1] - activations[0] == pytest.approx(layers * kept + buffers)
+    assert idle[1] == pytest.approx(idle[0] / 2, rel=0.25)
+
+
+def test_parts_are_those_of_the_configuration_and_of_pipelines_alone():
+    machines = parse_gpus("8xH100")
+    asked = question_about(LLAMA_8B, Setting(layout="flat", parts=2), machines, mean_document_tokens=2048)
+    base = replace(asked.base, world_size=8)
+    asked = replace(asked, base=base, global_batch_size=64, strategies=("pp", "fsdp2"))
+    rows, _ = candidates(asked, lambda of, setting: row_of(of, setting, GIB))
+    assert {(row.setting.strategy, row.setting.parts) for row in rows} == {("pp", 2), ("fsdp2", 1)}
+    other = next(row.setting for row in rows if row.setting.strategy == "fsdp2")
+    assert recipe_flags(asked, other)["train.pipeline_parts"] == "1"
+    too_many = replace(base, strategy="pp", stages=4, parts=9)
+    assert "36 parts, but the model has 32 layers; set it to 8 or less" in (why_not(LLAMA_8B, too_many) or "")

@@ -54,7 +54,7 @@ def backward(
     return losses[: len(given)]
 
 
-def _schedule_of(pipeline: Pipeline, parts: list[PipelineStage], micro_batches: int, loss: Any) -> Any:
+def _schedule_of(pipeline: Pipeline, parts: list[Any], micro_batches: int, loss: Any) -> Any:
     if len(parts) > 1:
         return ScheduleInterleaved1F1B(parts, micro_batches, loss_fn=loss, scale_grads=False)
     kind = Schedule1F1B if micro_batches >= pipeline.stages else ScheduleGPipe  # the same order, of so few

@@ -74,6 +74,8 @@ def start(
         logger.setLevel(logging.ERROR)  # without its notes on defaults that we set on purpose
         # DeepSpeed 0.19 calls collectives by names that PyTorch 2.13 has replaced
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    if strategy.stages > 1:  # without the whole order of a step beside an error that we tell
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     if strategy.replicas > 1 or strategy.context > 1:
         # Accelerate 1.15 slices its mesh in a way that later versions of PyTorch will not allow
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh", category=UserWarning)
