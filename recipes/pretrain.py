@@ -28,6 +28,7 @@ from finetune.run.run_result import RunResult
 from finetune.run.session import Session
 from finetune.training.accumulation import accumulate
 from finetune.training.pretraining import Pretraining
+from finetune.training.router_balance import RouterBalance
 from finetune.training.step import backward, step_if_finite
 
 
@@ -47,7 +48,9 @@ def main(cfg: Config) -> RunResult:
     if is_finished(cfg, batches.steps):
         return RunResult.of(cfg)
 
-    learnt = Pretraining(cfg.pretrain.z_loss, held_out, label_smoothing=cfg.train.label_smoothing)
+    balance = RouterBalance.of(cfg.train.router_aux_loss_coef, spec.skeleton)  # of a mixture of experts
+    smoothing = cfg.train.label_smoothing
+    learnt = Pretraining(cfg.pretrain.z_loss, held_out, label_smoothing=smoothing, balance=balance)
     with Session(cfg, launch, spec, tokenizer, batches, held_out, learnt.objective, collate=learnt.collate) as session:
         model = session.load_model()
         if cfg.pretrain.depth_scaled:

@@ -24,6 +24,7 @@ from finetune.run.resumption import is_finished
 from finetune.run.run_result import RunResult
 from finetune.run.session import Session
 from finetune.training.loss import next_token_loss_sum
+from finetune.training.router_balance import RouterBalance
 from finetune.training.step import backward, step_if_finite
 
 
@@ -42,8 +43,10 @@ def main(cfg: Config) -> RunResult:
     if is_finished(cfg, batches.steps):
         return RunResult.of(cfg)
 
-    loss_sum = partial(next_token_loss_sum, label_smoothing=cfg.train.label_smoothing)
-    with Session(cfg, launch, spec, tokenizer, batches, held_out, loss_sum) as session:
+    balance = RouterBalance.of(cfg.train.router_aux_loss_coef, spec.skeleton)  # of a mixture of experts
+    smoothing = cfg.train.label_smoothing
+    loss_sum = partial(next_token_loss_sum, label_smoothing=smoothing, balance=balance.of_micro_batch)
+    with Session(cfg, launch, spec, tokenizer, batches, held_out, balance.objective(loss_sum)) as session:
         model = session.load_model()
         optimizer = session.build_optimizer(model)
         model, optimizer = session.prepare(model, optimizer)  # the strategy is active, the heaviest rows fit

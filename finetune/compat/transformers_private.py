@@ -1,7 +1,7 @@
 """Private names of transformers. Read in 5.17 to 5.23."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -25,6 +25,11 @@ def takes_flash_attention(architecture: Any) -> bool:
 def is_stateful(architecture: Any) -> bool:
     """Whether a model class carries a state along the row, as Mamba does. Goes with a public class attribute."""
     return bool(architecture._is_stateful)
+
+
+def recorded_outputs(model: Any) -> Collection[str]:
+    """Names of what a model without a head can return beside hidden states. Goes with a public class attribute."""
+    return model._can_record_outputs or ()
 
 
 def forget_conversions(model: Any) -> None:

@@ -257,6 +257,28 @@ def heads_problems(strategy: str, processes: int, heads: int, key_heads: int) ->
     ]
 
 
+def router_problems(strategy: str, model: str, *, coefficient: float, balances: bool, paired: bool) -> list[str]:
+    """Why the experts of a model cannot be balanced by a loss.
+
+    Args:
+        model: its class.
+        coefficient: of the loss, by ``train.router_aux_loss_coef`` or by the model's configuration.
+        balances: transformers has such a loss for the model.
+        paired: answers are compared with one another.
+    """
+    if not coefficient:
+        return []
+    known = f"train.router_aux_loss_coef is {coefficient:g}, by this key or by the model's config.json"
+    found = {
+        f"train.router_aux_loss_coef is {coefficient:g}, but transformers has no load-balancing loss for {model}; set "
+        "it to null.": not balances,
+        f"{known}, but it belongs to the loss of single tokens, and pairs are compared; set it to 0.": paired,
+        f"{known}, but its loss is one of all layers, of which each stage of pp has some; set it to 0, or use the "
+        "strategy file fsdp2.": strategy == "pp",
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+
+
 def averaging_problems(strategy: str, *, averages: bool) -> list[str]:
     """Why a run cannot keep averages of its weights."""
     if not averages or strategy != "zero3_nvme":

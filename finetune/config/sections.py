@@ -224,6 +224,10 @@ class Train(Section):
     label_smoothing: LessThanOne = 0.0
     """Share of each target that all tokens of the vocabulary have in equal parts (arXiv:1512.00567). loss is then the
     smoothed one; eval_loss is not smoothed."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Coefficient of the load-balancing loss of a mixture of experts, which is computed for each document, added to the
+    loss of training and reported as router_aux_loss; 0 for none. null: as transformers, the coefficient of the model's
+    config.json if that sets output_router_logits, else none."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0 disables clipping. Metrics report the norm before clipping either way."""
     max_bad_steps: PositiveInt = 5

@@ -216,6 +216,8 @@ def collate(
     bounds = document_bounds([len(row.tokens) for row in lines[0]], device) if flat else {}
     labels: Any = on_device(next_tokens, device)
     labels.trained_positions = on_device(trained_positions(next_tokens), device)
+    tokens_of_lines = torch.tensor([sum(len(row.tokens) for row in documents) for documents in lines])
+    labels.line_tokens = on_device(tokens_of_lines, device)
     return labels, {"input_ids": on_device(input_ids, device), **bounds}
 
 

@@ -21,6 +21,7 @@ from finetune.config.compatibility import (
     fp8_problems,
     heads_problems,
     pipeline_problems,
+    router_problems,
     spread_problems,
     stage_problems,
 )
@@ -50,6 +51,7 @@ from finetune.models import (
     pipeline_stages,
     quantization,
     recomputation,
+    routers,
     weights,
 )
 from finetune.models.spec import ModelSpec
@@ -123,9 +125,18 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
     skeleton = spec.skeleton
-    if cfg.model.fp8:
-        refuse_if_any(fp8.problems(skeleton))
-    refuse_if_any(recomputation.problems(skeleton, cfg.train.recomputed_layers))
+    asked = cfg.train.router_aux_loss_coef
+    refuse_if_any(
+        (fp8.problems(skeleton) if cfg.model.fp8 else [])
+        + recomputation.problems(skeleton, cfg.train.recomputed_layers)
+        + router_problems(
+            launch.name,
+            type(skeleton).__name__,
+            coefficient=routers.own_coefficient(skeleton) if asked is None else asked,
+            balances=routers.top_k_of(skeleton) is not None,
+            paired=isinstance(cfg, PairedRun),
+        )
+    )
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
         refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages, cfg.train.pipeline_parts))

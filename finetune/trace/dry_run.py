@@ -37,6 +37,7 @@ from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
+from finetune.training.router_balance import RouterBalance
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer"})
 
@@ -149,7 +150,7 @@ def _trace(
         model: Any = building.build(config, setting, dtype, real=real)
     ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
-    ledger.built, head = ledger.events, loss.head_of(model)
+    bare, ledger.built, head = model, ledger.events, loss.head_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)
@@ -172,9 +173,12 @@ def _trace(
 
         engine.step = stepping
 
+    added: dict[str, Any] = {"label_smoothing": 0.1} if setting.smooths_labels else {}
+    balance = RouterBalance.of(setting.router_aux_loss_coef, bare)
+    added |= {"balance": balance.of_micro_batch} if balance.coefficient else {}
+
     def loss_sum(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
-        smoothed = {"label_smoothing": 0.1} if setting.smooths_labels else {}
-        summed = loss.next_token_loss_sum(model, micro_batch, **smoothed)
+        summed = loss.next_token_loss_sum(model, micro_batch, **added)
         ledger.begin("backward")
         return summed
 
@@ -236,7 +240,9 @@ def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
     """Every row of the longest length; flat, each a document of the one row."""
     if not setting.flat and setting.context == 1:
         shape = (setting.micro_batch_size, setting.row_tokens)
-        return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+        labels: Any = torch.zeros(shape, dtype=torch.int64)
+        labels.line_tokens = torch.full((setting.micro_batch_size,), setting.row_tokens)
+        return labels, {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     with without_modes():  # the bounds of documents are read
         bounds = document_bounds([setting.own_row_tokens] * setting.micro_batch_size, torch.device("cpu"))
     return torch.zeros(1, setting.tokens, dtype=torch.int64), {

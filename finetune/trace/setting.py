@@ -51,6 +51,8 @@ class Setting:
     token_rows: int = 0
     """Rows of embedding and output head that are trained beside an adapter (see ``models.new_tokens``)."""
     smooths_labels: bool = False
+    router_aux_loss_coef: float | None = None
+    """As ``train.router_aux_loss_coef``."""
     optimizer: str = "adamw"
     weights: str = "fp32_master"
     """fp32_master or bf16."""
@@ -131,6 +133,7 @@ class Setting:
             modules_to_save=tuple(cfg.adapter.modules_to_save),
             token_rows=token_rows,
             smooths_labels=train.label_smoothing > 0,
+            router_aux_loss_coef=train.router_aux_loss_coef,
             recomputed_layers=train.recomputed_layers or None,
             optimizer=train.optimizer,
             weights=train.weights,

@@ -1,7 +1,7 @@
 """One optimizer step, and its figures.
 
 ``loss`` (what is learnt, from the scores of some positions at a time), ``step`` (gradients, and the optimizer's step),
-``embedding_noise``,
+``router_balance`` (a loss that balances experts), ``embedding_noise``,
 ``memory_check`` (the heaviest micro-batch, before training), ``evaluation`` (held-out loss and answers), ``meter`` (the
 figures of each step); ``preferences`` (what is learnt from pairs of answers) and ``preference_loss`` (its formulas);
 ``pretraining`` (what is learnt from a corpus); ``accumulation`` (steps of other numbers of micro-batches);

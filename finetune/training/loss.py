@@ -29,6 +29,8 @@ from finetune.units import MIB, largest_part
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 """What a recipe learns: a model and a micro-batch to the sum of the loss over its trained tokens, a scalar."""
+OfRouters = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""The scores of the routers of each layer, (positions, experts), to what is added to the loss of a micro-batch."""
 
 
 class Figure(NamedTuple):
@@ -89,10 +91,15 @@ class LossOfScores:
     of_all: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The losses of all positions, (N,), to what is returned: of a loss that is not their sum. Scores are made twice
     then: for the losses, and for their gradients, once it is known how much each counts."""
+    of_routers: OfRouters | None = None
 
 
 def next_token_loss_sum(
-    model: torch.nn.Module, micro_batch: tuple[torch.Tensor, dict[str, Any]], *, label_smoothing: float = 0.0
+    model: torch.nn.Module,
+    micro_batch: tuple[torch.Tensor, dict[str, Any]],
+    *,
+    label_smoothing: float = 0.0,
+    balance: Callable[[torch.Tensor, dict[str, Any]], OfRouters | None] = lambda *_: None,
 ) -> torch.Tensor:
     """The loss of supervised fine-tuning, summed over the trained tokens of a micro-batch, in nats.
 
@@ -103,12 +110,13 @@ def next_token_loss_sum(
         model: prepared by ``take_losses``.
         micro_batch: ``next_tokens`` and the model's keyword arguments, as ``data.batches.collate`` makes them.
         label_smoothing: see ``token_loss_sum``; in training only, so that held-out losses can be compared.
+        balance: a micro-batch to what is added of its routers (``RouterBalance.of_micro_batch``); in training only.
     """
     next_tokens, inputs = micro_batch
-    positions_N = trained_positions(next_tokens)
-    smoothing = label_smoothing if is_training(model) else 0.0
+    positions_N, trains = trained_positions(next_tokens), is_training(model)
+    smoothing, of_routers = (label_smoothing, balance(*micro_batch)) if trains else (0.0, None)
     losses_of = partial(token_loss_sum, label_smoothing=smoothing) if smoothing else token_loss_sum
-    wanted = LossOfScores(losses_of, positions_N, next_tokens.flatten()[positions_N])
+    wanted = LossOfScores(losses_of, positions_N, next_tokens.flatten()[positions_N], of_routers=of_routers)
     found: torch.Tensor = model(**inputs, use_cache=False, loss_of_scores=wanted)
     return found
 
@@ -233,7 +241,8 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
 
     def running(base: Any) -> Call:
         def run(*args: Any, **kwargs: Any) -> Any:
-            outputs.append(base(*args, **kwargs))
+            asked = {"output_router_logits": True} if wanted.of_routers else {}
+            outputs.append(base(*args, **kwargs | asked))
             return outputs[-1]
 
         return run
@@ -249,6 +258,7 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
             "which training needs; use another model."
         )
     hidden_ND = outputs[0].last_hidden_state.flatten(0, 1).index_select(0, wanted.positions_N)
+    of_routers = wanted.of_routers(outputs[0].router_logits) if wanted.of_routers else None
     kind = type(outputs.pop())  # else all hidden states would be kept to the end
 
     # by modules in it, each of which ZeRO-3 gathers by itself
@@ -279,7 +289,8 @@ def _loss(model: Any, own: Call, wanted: LossOfScores, *args: Any, **inputs: Any
             found = torch.stack([of_part(hidden_ND[part], part) for part in every]).sum()
         return found if wanted.of_all is None else total + scale * (found - found.detach())
 
-    return _within(held, summed, hidden_ND)
+    total = _within(held, summed, hidden_ND)
+    return total if of_routers is None else total + of_routers
 
 
 def _counted(

@@ -17,6 +17,7 @@ from finetune.data.encoding import Row
 from finetune.data.rows import Rows
 from finetune.training.documents import document_numbers
 from finetune.training.loss import Figure, LossOfScores, Objective, added, is_training, token_losses
+from finetune.training.router_balance import RouterBalance
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,19 @@ class Pretraining:
         z_loss: weight of the squared logarithm of the softmax's denominator.
         label_smoothing: as ``train.label_smoothing``.
         held_out: what the figures are of.
+        balance: of the experts of a mixture; None for none.
     """
 
-    def __init__(self, z_loss: float, held_out: Measured | None, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        z_loss: float,
+        held_out: Measured | None,
+        *,
+        label_smoothing: float = 0.0,
+        balance: RouterBalance | None = None,
+    ) -> None:
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
+        self.balance = balance or RouterBalance(0.0, 0)
         self.sources = held_out.sources if held_out else []
         self._figures: dict[str, Figure] = {}
 
@@ -131,7 +141,8 @@ class Pretraining:
         targets_N = batch.next_tokens.flatten()[positions_N]
         if is_training(model):
             losses_of = partial(_loss_sum, z_loss=self.z_loss, label_smoothing=self.label_smoothing)
-            wanted = LossOfScores(losses_of, positions_N, targets_N)
+            of_routers = self.balance.of_micro_batch(batch.next_tokens, batch.inputs)
+            wanted = LossOfScores(losses_of, positions_N, targets_N, of_routers=of_routers)
         else:
             origin_N = batch.origin_BT.flatten()[positions_N]
             of_all = partial(self._measured, origin_N=origin_N, is_trained_N=targets_N != IGNORED, batch=batch)
@@ -156,9 +167,9 @@ class Pretraining:
         self._figures[name] = added(Figure(total, divisor), self._figures.get(name))
 
     def take_figures(self) -> dict[str, Figure]:
-        """Of the held-out texts since this was last called."""
+        """Of the held-out texts since this was last called, and of what was trained since."""
         taken, self._figures = self._figures, {}
-        return taken
+        return taken | self.balance.take_figures()
 
 
 def _loss_sum(
