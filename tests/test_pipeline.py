@@ -25,6 +25,7 @@ from finetune.distributed import pipeline_step
 from finetune.errors import InputError
 from finetune.models import pipeline_stages
 from finetune.models.loading import without_weights
+from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
 from finetune.output.run_reading import read_run
 
@@ -75,6 +76,32 @@ def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
     assert pipeline_stages.units_of(two_towers) == []
     (sentence,) = stage_problems("T5", 0, 2)
     assert "which T5 is not; use the strategy file fsdp2" in sentence
+
+
+WIDE: dict[str, dict[str, Any]] = {
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "gemma3n_text": {
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
+        **{"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 2},
+        "vocab_size_per_layer_input": 97,
+    },
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", *sorted(pipeline_stages.OTHERWISE)])
+def test_models_whose_layers_hand_on_more_than_hidden_states_have_no_stages(family: str):
+    sizes = WIDE.get(family, {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})
+    config = AutoConfig.for_model(family, vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    found: list[Any] = []
+    layers_of(model)[0].register_forward_hook(lambda *known: found.append(known[-1]))
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+    passes = isinstance(found[0], torch.Tensor) and found[0].shape == (1, 3, 32)
+    assert (passes, len(pipeline_stages.units_of(model))) == ((True, 2) if family == "llama" else (False, 0))
 
 
 REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import balancing
+import every_recipe
 import numpy as np
 import pytest
 import scenarios
+import sharing
 import torch
 from covering import thinned
 from full_trace import full_trace
@@ -256,6 +258,16 @@ def test_it_is_part_of_what_is_trained(run: Any):
 def test_a_loss_of_whole_micro_batches_is_rejected(run: Any):
     with pytest.raises(AssertionError, match="differs"):
         assert_same_run(run("ddp", 2, 2, bug=True), run("single", 1, 8, bug=True))
+
+
+def test_a_loss_that_does_not_add_it_is_refused(ranks: Any, conversations: Path, tmp_path: Path):
+    [recipe] = [each for each in every_recipe.RECIPES if each.name == "distillation"]
+    model = balancing.mixture_folder(tmp_path / "mixtral", "mixtral")
+    changes = {"train__router_aux_loss_coef": COEFFICIENT}
+    values = every_recipe.values_of(recipe, model, conversations, tmp_path / "run", **changes)
+    (said,) = ranks(1).run(sharing.refused_by_a_run, recipe.module.__name__, values, {}, strategy="single")
+    assert said.startswith("train.router_aux_loss_coef is 0.5, but the loss of this recipe does not add it; give")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_plans_know_what_it_keeps():

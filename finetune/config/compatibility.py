@@ -194,8 +194,8 @@ def stage_problems(model: str, layers: int, stages: int, parts: int = 1) -> list
         return []
     if not layers:
         return [
-            f"pp divides one list of layers between an embedding and a head, which {model} is not; use the strategy "
-            "file fsdp2."
+            f"pp divides one list of layers that hand on hidden states, between an embedding and a head, which {model} "
+            "is not; use the strategy file fsdp2."
         ]
     there = f"but the model has {layers} layer{'s' if layers > 1 else ''}"
     if layers >= stages:

@@ -7,14 +7,19 @@ import torch
 from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
 
+OTHERWISE = {"codegen", "falcon", "gemma3n_text", "gptj", "mpt"}
+"""Types of models whose layers do not hand on one hidden state for a position: they return tuples, or several."""
+
 
 def units_of(model: Any) -> list[list[torch.nn.Module]]:
     """The modules that have weights, in the order in which a row passes them: a list for each layer.
 
     The embedding is with the first, what comes after the layers with the last. Empty where a model has other weights
-    beside its layers, or not one list of them.
+    beside its layers, or not one list of them, or hands on more than hidden states.
     """
     base, layers = model.base_model, layers_of(model)
+    if model.config.get_text_config().model_type in OTHERWISE:
+        return []
     children = list(base.children())
     lists = [each for each in children if isinstance(each, torch.nn.ModuleList) and list(each) == layers]
     if not lists or not layers:

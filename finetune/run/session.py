@@ -55,7 +55,7 @@ from finetune.run.sizes import advice_on_memory, plan_of
 from finetune.run.trackers import Trackers
 from finetune.seeds import seed_of
 from finetune.start_up import is_first_process
-from finetune.training import evaluation
+from finetune.training import evaluation, router_balance
 from finetune.training.embedding_noise import EmbeddingNoise
 from finetune.training.loss import LossSum, Objective
 from finetune.training.memory_check import check_memory
@@ -194,7 +194,7 @@ class Session:
 
         All that can be refused has been by now: an earlier run in the folder is replaced, or resumed.
         """
-        self.objective.figures()  # of the heaviest micro-batch
+        refuse_if_any(router_balance.problems(self.cfg.train.router_aux_loss_coef, self.objective.figures()))
         self.examination = Examination(
             *(self.accelerator, self.model, self.tokenizer, self.objective, self.examined, self.collate, self.batches),
             *(self.asked, self.tasks, self.cfg.eval.max_new_tokens, self.share),

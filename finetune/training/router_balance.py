@@ -12,7 +12,7 @@ Example: two experts, and a document of 4 tokens that choose one each, 3 times t
 probabilities of (0.6, 0.4) the loss is 2 * (0.75 * 0.6 + 0.25 * 0.4) = 1.1; of balanced experts it is 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,20 @@ def balance_losses(router_logits: Sequence[torch.Tensor], documents: Documents, 
         probabilities_DE = probabilities_DE + documents.sums(own_NE)
     counts_DE, rows_D = documents.counts(chosen_NE), len(router_logits) * documents.tokens_D.float()
     return counts_DE.shape[1] * (counts_DE * probabilities_DE).sum(1) / rows_D.square()
+
+
+def problems(coefficient: float | None, figures: Collection[str]) -> list[str]:
+    """Why a recipe's own loss does not do what ``train.router_aux_loss_coef`` asks for, as a sentence.
+
+    Args:
+        figures: of the loss of a micro-batch in training.
+    """
+    if not coefficient or FIGURE in figures:
+        return []
+    return [
+        f"train.router_aux_loss_coef is {coefficient:g}, but the loss of this recipe does not add it; give "
+        "next_token_loss_sum a RouterBalance, as recipes/sft.py does, or set it to 0."
+    ]
 
 
 class RouterBalance:
