@@ -161,7 +161,8 @@ def _trace(
     if setting.context > 1:
         inputs["context_share"] = _context_share(setting, real=real)
     gc.collect()
-    ledger.tell([next_tokens, *(each for each in inputs.values() if isinstance(each, torch.Tensor))], "activations")
+    given = [next_tokens, *vars(next_tokens).values(), *inputs.values()]
+    ledger.tell([each for each in given if isinstance(each, torch.Tensor)], "activations")
     _tell_layers(ledger, model, config.get_text_config().num_hidden_layers)
     head.register_forward_pre_hook(lambda *_: ledger.begin("loss"))
     if engine := engine_of(model):  # which steps within the last backward pass
