@@ -7,10 +7,12 @@ from unittest import mock
 
 import scenarios
 import torch
+from alike import assert_alike
 from transformers import LlamaModel
 
 from finetune import distributed
 from finetune.distributed import pipeline_step
+from finetune.output.run_reading import read_run
 
 
 def held_in(config: Any, stages: int) -> dict[str, Any]:
@@ -66,6 +68,14 @@ class Tuned:
             found = self.ranks(processes).run(*asked, strategy="pp", mixed_precision=precision)
             assert found == [processes] * processes
         return scenarios.read_metrics(self.folder / name)
+
+    def assert_alike(self, processes: int, stages: int, **changes: Any) -> None:
+        """That losses, held-out losses and answers are those of one process."""
+        expected = self("alone", 1, 1, **changes)
+        assert_alike(self("shared", processes, stages, **changes), expected)
+        answers = [read_run(self.folder / each)["answers"] for each in ("shared", "alone")]
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == SFT["eval__prompts"]
 
 
 def train_a_model_that_adds_embeddings_at_the_end(config: Any) -> str:

@@ -279,7 +279,7 @@ def test_plans_know_what_it_keeps():
     assert kept[1] >= kept[0] + 3 * of_each_layer
 
 
-def test_a_dense_model_is_refused_before_its_weights_load(run: Any, ranks: Any, model_folder: Path, tmp_path: Path):
+def test_a_dense_model_is_refused_before_its_weights_load(ranks: Any, model_folder: Path, tmp_path: Path):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"prompt": "one", "completion": "two"}) + "\n")
     config = scenarios.configuration(model_folder, data, tmp_path / "run", train__router_aux_loss_coef=0.1)
