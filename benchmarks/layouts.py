@@ -24,14 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER, heads_problems, refusal, stage_problems
+from finetune.config.compatibility import TOGETHER, heads_problems, refusal, stage_problems
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import world_sizes_problem
+from finetune.trace.placement import PLANNED, world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -63,7 +63,7 @@ def layouts(
     adapter, bits = METHODS[method]
     sizes = [size for size in range(2, processes + 1) if processes % size == 0]
     has_size = {**dict.fromkeys(TOGETHER, "context"), "pp": "stages"}
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES if name not in has_size]
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in has_size]
     spreads += [(name, {what: size}) for name, what in has_size.items() for size in sizes]
     heads = MODELS[model]["num_attention_heads"], MODELS[model]["num_key_value_heads"]
     found = []

@@ -10,6 +10,8 @@ BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
 TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme", "cp", "ulysses", "pp")
 FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp")
 LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
+OF_MIXTURES = [("ep", 2), ("ep", 4)]
+"""Which train mixtures of experts only: their runs are in ``test_expert_runs``."""
 
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 0.2}
 """Optimizers and their learning rates. AdamW hides a wrong loss scale, which SGD shows."""
@@ -46,13 +48,18 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
     """What a rank saw of the prepared model is the strategy that was asked for, told by PyTorch's own classes."""
     assert seen["world_size"] == seen["num_processes"] == world_size
     if strategy in ("single", "ddp"):
-        assert seen["model_class"] == ("LlamaForCausalLM" if strategy == "single" else "DistributedDataParallel")
+        kind = "DistributedDataParallel" if strategy == "ddp" else "ForCausalLM"
+        assert seen["model_class"].endswith(kind)
         assert seen["share_held"] == 1
         return
     if strategy == "pp":  # two stages
         assert seen["model_class"] == "LlamaForCausalLM"
         assert seen["layers_held"] == seen["layers"] / 2
         assert seen["share_held"] < 0.9
+        return
+    if strategy == "ep":  # two processes for the experts
+        assert seen["model_class"].endswith("ForCausalLM")
+        assert seen["share_held"] == 1 / 2  # of the experts
         return
     shards = world_size // 2 if strategy == "hsdp" else world_size
     assert abs(seen["share_held"] - 1 / shards) < 0.02

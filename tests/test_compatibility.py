@@ -10,8 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import balancing
 import pytest
 import scenarios
+import tiny
 from covering import covered
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
@@ -27,6 +29,7 @@ CELLS = cells()
 TRAINED = [cell for cell in CELLS if refusal(cell) is None]
 REFUSED = [cell for cell in CELLS if refusal(cell) is not None]
 STEPS = 4
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LEARNING_RATES = {"sgd": 0.2, "lion_8bit": 3e-4}
 
 
@@ -35,6 +38,7 @@ def processes(strategy: str) -> int:
 
 
 def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_rate: float | None = None) -> Any:
+    has_no_dora_for_experts = cell.adapter == "dora" and "mixtral" in (model / "config.json").read_text()
     return scenarios.configuration(
         model,
         rows,
@@ -42,6 +46,7 @@ def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_ra
         quantization__bits=cell.bits or "none",
         adapter__type=cell.adapter,
         **({"adapter__rank": 8} if cell.adapter != "none" else {}),
+        **({"adapter__targets": ATTENTION} if has_no_dora_for_experts else {}),
         train__optimizer=cell.optimizer,
         train__learning_rate=learning_rate or LEARNING_RATES.get(cell.optimizer, 2e-3),
         train__steps=STEPS,
@@ -59,10 +64,20 @@ def test_the_table_covers_every_strategy_file_and_every_choice_of_the_configurat
 
 def test_what_users_come_for_is_not_refused():
     for strategy in STRATEGIES:
-        assert {bits for s, bits, adapter, optimizer in TRAINED if s == strategy and adapter == "lora"} >= {None, 4}
+        found = {bits for s, bits, adapter, optimizer in TRAINED if s == strategy and adapter == "lora"}
+        assert found >= ({None} if strategy == "ep" else {None, 4})  # experts stay in 16 bits
     counts = Counter(cell.strategy for cell in TRAINED)
     assert min(counts.values()) >= 4
     assert counts["single"] == counts["ddp"] == counts["pp"] == max(counts.values()) == 36
+
+
+@pytest.fixture(scope="module")
+def models(weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The model of a cell, by whether its strategy is for mixtures of experts."""
+    mixture = balancing.mixture_folder(
+        tmp_path_factory.mktemp("mixture"), "mixtral", architectures=["MixtralForCausalLM"]
+    )
+    return {False: weights_folder, True: tiny.write_weights(mixture)}
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +98,23 @@ def run(
 
 @pytest.mark.parametrize("cell", covered(TRAINED))
 def test_cell_trains_with_the_losses_of_one_process(
-    cell: Cell, ranks: Any, weights_folder: Path, conversations: Path, tmp_path: Path, references: dict[Any, Any]
+    cell: Cell, ranks: Any, models: dict[bool, Path], conversations: Path, tmp_path: Path, references: dict[Any, Any]
 ):
-    key = cell._replace(strategy="single")
+    is_mixture = cell.strategy == "ep"
+    model, alone = models[is_mixture], cell._replace(strategy="single")
+    key = (is_mixture, *alone)
     if key not in references:
-        references[key] = run(key, ranks, weights_folder, conversations, tmp_path)
-        standing = (key.bits, key.adapter)  # weights that stay where they are have the same losses with any optimizer
+        references[key] = run(alone, ranks, model, conversations, tmp_path)
+        standing = (
+            is_mixture,
+            cell.bits,
+            cell.adapter,
+        )  # weights that stay where they are have the same losses with any optimizer
         if standing not in references:
-            references[standing] = run(key, ranks, weights_folder, conversations, tmp_path, learning_rate=1e-12)
+            references[standing] = run(alone, ranks, model, conversations, tmp_path, learning_rate=1e-12)
         gained = references[standing][-1]["loss"] - references[key][-1]["loss"]  # on the same rows
         assert gained > 0.01, "nothing was learnt"
-    metrics = references[key] if cell == key else run(cell, ranks, weights_folder, conversations, tmp_path)
+    metrics = references[key] if cell == alone else run(cell, ranks, model, conversations, tmp_path)
     assert len(metrics) == STEPS
     assert_parity(metrics, references[key], FP32_TOLERANCE)
 

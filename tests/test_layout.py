@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-from parity import LAUNCHES
+from parity import LAUNCHES, OF_MIXTURES
 
 from finetune.config.command_line import parse
 from finetune.config.compatibility import Cell, refusal
@@ -25,14 +25,14 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def test_there_are_files_to_check():
-    assert len(STRATEGIES) == 13
+    assert len(STRATEGIES) == 14
     assert len(CONFIGS) == 18
     assert len(LIBRARY) >= 30
     assert len(RECIPES) == 3
 
 
 def test_every_strategy_file_is_trained_by_the_parity_tests():
-    assert {path.stem for path in STRATEGIES} == {"single"} | {name for name, _ in LAUNCHES}
+    assert {path.stem for path in STRATEGIES} == {"single"} | {name for name, _ in LAUNCHES + OF_MIXTURES}
 
 
 @pytest.mark.parametrize("path", STRATEGIES, ids=lambda path: path.stem)

@@ -9,6 +9,7 @@ no processes after it.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,3 +72,26 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for each, was in zip(layers, before, strict=True):
             each._disable_adapters = was
+
+
+def adapt_own_experts(model: Any, place: int, parts: int) -> None:
+    """Have the adapters of experts, which each process has of all, change this process's share of them alone. Gradients
+    of the others are then zero here. Goes when PEFT takes a part of an adapter.
+
+    Args:
+        model: with its adapter, and the experts of this share alone.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    def own_factors(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        left, right, scaling = type(wrapper).get_delta_factors(wrapper, adapter)
+        return left.chunk(parts)[place], right.chunk(parts)[place], scaling
+
+    def own_change(wrapper: Any, adapter: str, *args: Any, **known: Any) -> torch.Tensor:
+        return type(wrapper).get_delta_weight(wrapper, adapter, *args, **known).chunk(parts)[place]
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and parts * module.get_param().shape[0] == module.num_experts:
+            vars(module).update(
+                get_delta_factors=partial(own_factors, module), get_delta_weight=partial(own_change, module)
+            )

@@ -22,6 +22,7 @@ STRATEGIES = (
     "cp",
     "ulysses",
     "pp",
+    "ep",
 )
 TOGETHER = {"cp": "cp_size", "ulysses": "sp_size"}
 """Strategies under which several processes compute each row together, and the launch file's key for how many."""
@@ -80,6 +81,10 @@ RULES = (
         lambda c: c.strategy == "zero3_nvme" and c.optimizer != "adamw",
         "{strategy} only works with DeepSpeed's CPU Adam; set train.optimizer to adamw, or use the strategy file "
         "zero3_offload.",
+    ),
+    Rule(
+        lambda c: c.bits is not None and c.strategy == "ep",
+        "{strategy} shares experts, which bitsandbytes does not quantise; set quantization.bits to none.",
     ),
     Rule(
         lambda c: c.optimizer == "adafactor" and c.strategy not in ("single", "ddp", "pp"),
@@ -235,6 +240,32 @@ def fp8_problems(
         ),
     }
     return [sentence for sentence, applies in found.items() if asked and applies]
+
+
+def expert_problems(model: str, experts: int, processes: int, precision: str) -> list[str]:
+    """Why the processes of a launch cannot share a model's experts.
+
+    Args:
+        model: its class.
+        experts: of each layer, by ``models.expert_layers.experts_of``.
+        processes: that are to share them; 1 where none are.
+        precision: the launch's mixed precision.
+    """
+    if processes == 1:
+        return []
+    if not experts:
+        return [
+            f"ep shares the experts of each layer, and {model} has none that can be shared; use the strategy file "
+            "fsdp2."
+        ]
+    found = {
+        f"ep has the experts shared by {processes} processes, but each layer of the model has {experts}; set "
+        "--megatron_lm_expert_model_parallel_size to a number that divides them, or use the strategy file fsdp2.": (
+            experts % processes > 0
+        ),
+        "ep does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",
+    }
+    return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
 def spread_problems(reasons: Sequence[str]) -> list[str]:

@@ -199,6 +199,7 @@ def collate(
     Returns:
         ``next_tokens`` (labels, shifted already; ``IGNORED`` where nothing is trained) and ``input_ids``, each of
         shape (documents, positions) and int64; flat, of shape (1, positions), and with the bounds of the documents.
+        Labels carry the ``trained_positions``, and padded the tokens of each line, ``line_tokens``.
     """
     every = [document for documents in places for document in (documents or [NOTHING])]
     lines = [every] if flat else [[document] for document in every]
@@ -216,8 +217,8 @@ def collate(
     bounds = document_bounds([len(row.tokens) for row in lines[0]], device) if flat else {}
     labels: Any = on_device(next_tokens, device)
     labels.trained_positions = on_device(trained_positions(next_tokens), device)
-    tokens_of_lines = torch.tensor([sum(len(row.tokens) for row in documents) for documents in lines])
-    labels.line_tokens = on_device(tokens_of_lines, device)
+    if not flat:
+        labels.line_tokens = on_device(torch.tensor([len(row.tokens) for (row,) in lines]), device)
     return labels, {"input_ids": on_device(input_ids, device), **bounds}
 
 

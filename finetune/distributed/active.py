@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
+from finetune.distributed.expert_parallel import expert_parallel_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
@@ -48,6 +49,8 @@ def active_name(model: torch.nn.Module) -> str:
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
     if pipeline_of(model):
         return "pp"
+    if expert_parallel_of(model):
+        return "ep"
     if engine := engine_of(model):
         devices = {target.device for target in (engine.zero_offload_optimizer(), engine.zero_offload_param()) if target}
         suffix = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
@@ -77,8 +80,8 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
     reshard(model)
     if engine := engine_of(model):
         from deepspeed.utils import safe_get_full_fp32_param
-    if pipeline := pipeline_of(model):
-        yield from pipeline.parameters(model)
+    if part := pipeline_of(model) or expert_parallel_of(model):
+        yield from part.parameters(model)
         return
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
         if not parameter.requires_grad:
@@ -98,8 +101,8 @@ def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iter
 
     They take another path than the masters of ``full_parameters``, so the two can be compared. Collective.
     """
-    if pipeline := pipeline_of(model):
-        yield from pipeline.parameters(model)
+    if part := pipeline_of(model) or expert_parallel_of(model):
+        yield from part.parameters(model)
         return
     bare = accelerator.unwrap_model(model)
     sharded: list[tuple[str, Any]] = [

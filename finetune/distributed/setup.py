@@ -26,6 +26,7 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
+from finetune.distributed.expert_parallel import ExpertParallel
 from finetune.distributed.pipeline import pipeline_of, trained_everywhere
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
@@ -85,7 +86,7 @@ def start(
     buffer_elements = largest_parameter() if strategy.name.endswith("_nvme") else 0
     if strategy.rehearsal and (strategy.is_fsdp or strategy.is_deepspeed):
         _join_over_gloo(strategy)
-    with _megatron_lm_is_not_asked_for(strategy):
+    with _megatron_lm_is_not_asked_for():
         accelerator = _accelerator(strategy, accumulation, weights)
     if strategy.is_fsdp:
         _configure_fsdp(accelerator, strategy, weights)
@@ -100,7 +101,7 @@ def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Acceler
     return Accelerator(
         # bf16 weights are computed with as they are: nothing to cast, no master to keep
         mixed_precision="no" if weights == "bf16" and not strategy.is_deepspeed else strategy.mixed_precision,
-        cpu=strategy.rehearsal and strategy.name in ("single", "ddp", "pp"),
+        cpu=strategy.rehearsal and strategy.keeps_parameters,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation,
             # the default ends accumulation early at the end of a data loader and shifts the gradient of that step
@@ -115,16 +116,17 @@ def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Acceler
 
 
 @contextlib.contextmanager
-def _megatron_lm_is_not_asked_for(strategy: Strategy) -> Iterator[None]:
-    """Accelerate would look for Megatron-LM under pp, whose launch file it takes for one of that. What the launch asked
-    for stays known to another run in this process."""
+def _megatron_lm_is_not_asked_for() -> Iterator[None]:
+    """Accelerate would look for Megatron-LM under pp and ep, whose launch files it takes for those of that. What the
+    launch asked for stays known to another run in this process."""
     name = "ACCELERATE_USE_MEGATRON_LM"
-    if strategy.stages > 1:
+    is_asked = os.environ.get(name) == "true"
+    if is_asked:
         os.environ[name] = "false"
     try:
         yield
     finally:
-        if strategy.stages > 1:
+        if is_asked:
             os.environ[name] = "true"
 
 
@@ -253,13 +255,14 @@ def prepare(
     Raises:
         RuntimeError: if the active strategy is not the requested one.
     """
+    experts = ExpertParallel(model, strategy, accelerator.device) if strategy.experts > 1 else None
     if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
         with trained_everywhere(model):
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
         dtype = compute_dtype(strategy, weights)
-        if strategy.name in ("single", "ddp", "pp") and dtype != torch.float32:
+        if strategy.keeps_parameters and dtype != torch.float32:
             with_copies = compute_with_copies(model, dtype)
             if pipeline := pipeline_of(model):
                 pipeline.with_copies = with_copies
@@ -268,6 +271,7 @@ def prepare(
     with _without_chatter():
         if pipeline := pipeline_of(model):
             pipeline.begin(model)
+        if pipeline or experts:
             optimizer = accelerator.prepare(optimizer)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)

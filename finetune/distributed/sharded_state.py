@@ -66,7 +66,8 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         first, end = shard.offset, shard.offset + shard.count
         values = _flat(shard.holder)[first:end]
         writes = pipeline is None or pipeline.owns(shard.name)
-        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, writes=writes)
+        known: dict[str, Any] = {"writes": writes, "same": shard.same}
+        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, **known)
         state = state_of(inner, shard.holder)
         for key, value in state.items():
             if key not in LEFT_OUT:
@@ -87,16 +88,28 @@ def _state_piece(
         assert shard.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
         first, end, shape = 0, flat.numel(), tuple(value.shape)
     if blockwise and not shard.keeps_blocks:
-        name += f"@{strategy.name}, {strategy.world_size} processes, shard {strategy.shard}"
+        number = strategy.shard if shard.same is None else shard.begin // shard.count
+        name += f"@{strategy.name}, {strategy.world_size} processes, shard {number}"
         shape, begin = (end - first,), 0
-    return _piece(strategy, name, shape, begin, flat[first:end], writes=writes)
+    return _piece(strategy, name, shape, begin, flat[first:end], writes=writes, same=shard.same)
 
 
 def _piece(
-    strategy: Strategy, name: str, shape: tuple[int, ...], begin: int, values: torch.Tensor, *, writes: bool = True
+    strategy: Strategy,
+    name: str,
+    shape: tuple[int, ...],
+    begin: int,
+    values: torch.Tensor,
+    *,
+    writes: bool = True,
+    same: tuple[int, int] | None = None,
 ) -> Piece:
-    """The processes that hold the same shard write equal parts of it."""
-    replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
+    """The processes that hold the same shard write equal parts of it.
+
+    Args:
+        same: as ``FlatShard.same``.
+    """
+    replicas, replica = same or (strategy.world_size // strategy.shards, strategy.rank // strategy.shards)
     if strategy.stages > 1:
         replicas, replica = strategy.data_processes, strategy.rank % strategy.data_processes
     written = values.numel() if writes else 0

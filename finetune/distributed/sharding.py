@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from finetune.distributed.expert_parallel import expert_parallel_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import local_shard
@@ -73,6 +74,10 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
         own = _bytes([each for module in pipeline.modules for each in module.parameters()])
         of_stage = _constants(model), pipeline.layers, own, len(pipeline.parts)
         return Sharding("weights", strategy.stages, total, _bytes(parameters), *of_stage)
+    if experts := expert_parallel_of(model):
+        of_experts = [(name, each) for name, each in model.named_parameters() if name in experts.shared]
+        total = sum(experts.shapes[name].numel() * each.element_size() for name, each in of_experts)
+        return Sharding("experts", experts.size, total, _bytes([each for _, each in of_experts]), _constants(model))
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk

@@ -34,6 +34,8 @@ class Strategy:
     """Processes that compute each row together: the number in the launch file for cp and ulysses."""
     stages: int = 1
     """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp."""
+    experts: int = 1
+    """Processes that share the experts of each layer: the number in the launch file for ep."""
     parent: int = field(default_factory=os.getppid, compare=False)
     """The process that started this one, when the launch was read."""
 
@@ -44,7 +46,7 @@ class Strategy:
         Raises:
             InputError: if the launch is not supported.
         """
-        environ, replicas, stages = os.environ, 1, 1
+        environ, replicas, stages, experts = os.environ, 1, 1, 1
         together, context = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
@@ -56,7 +58,7 @@ class Strategy:
         elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             name = _zero_name()
         elif environ.get("ACCELERATE_USE_MEGATRON_LM") == "true":
-            name, stages = "pp", _stages()
+            name, stages, experts = _megatron()
         else:
             name = "ddp" if "LOCAL_RANK" in environ else "single"
         rehearsal = not torch.cuda.is_available()
@@ -69,6 +71,7 @@ class Strategy:
             rehearsal=rehearsal,
             context=context,
             stages=stages,
+            experts=experts,
         )
 
     @property
@@ -94,12 +97,17 @@ class Strategy:
     @property
     def shards(self) -> int:
         """Processes over which the optimizer's state is split."""
-        return 1 if self.name in ("single", "ddp", "pp") else self.world_size // self.replicas
+        return 1 if self.keeps_parameters else self.world_size // self.replicas
 
     @property
     def shard(self) -> int:
         """Which of the shards this process holds; processes with the same one hold the same weights."""
         return self.rank % self.shards
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """What the optimizer steps are the model's own parameters, which no framework shards."""
+        return self.name in ("single", "ddp", "pp", "ep")
 
     @property
     def is_fsdp(self) -> bool:
@@ -156,8 +164,8 @@ def _together() -> tuple[str, int]:
     return name, sizes[name]
 
 
-def _stages() -> int:
-    """Of the pipeline.
+def _megatron() -> tuple[str, int, int]:
+    """The strategy that is asked for by the keys of Megatron-LM; its stages, and the processes that share experts.
 
     Raises:
         InputError: if it is asked for with what it does not work with.
@@ -166,10 +174,19 @@ def _stages() -> int:
         raise InputError(
             "The launch file sets megatron_lm_tp_degree, but single layers are not split over GPUs here; set it to 1."
         )
-    stages = int(os.environ.get("MEGATRON_LM_PP_DEGREE", "1"))
-    if stages < 2:
-        raise InputError("The launch file asks for a pipeline of one stage; set megatron_lm_pp_degree to 2 or more.")
-    return stages
+    keys = "PP_DEGREE", "EXPERT_MODEL_PARALLEL_SIZE"
+    stages, experts = (int(os.environ.get(f"MEGATRON_LM_{key}", "1")) for key in keys)
+    if stages > 1 and experts > 1:
+        raise InputError(
+            f"The launch file sets megatron_lm_pp_degree to {stages} and megatron_lm_expert_model_parallel_size to "
+            f"{experts}, but the experts of a pipeline are not shared here; set one of them to 1."
+        )
+    if stages < 2 and experts < 2:
+        raise InputError(
+            "The launch file asks for a pipeline of one stage; set megatron_lm_pp_degree (strategy file pp) or "
+            "megatron_lm_expert_model_parallel_size (strategy file ep) to 2 or more."
+        )
+    return ("pp" if stages > 1 else "ep"), stages, experts
 
 
 def _flag(name: str) -> str:
@@ -217,6 +234,7 @@ def describe(strategy: Strategy) -> str:
     processes = f"{strategy.world_size} process{'es' if strategy.world_size > 1 else ''}"
     processes += f", {strategy.context} for each row" if strategy.context > 1 else ""
     processes += f", {strategy.stages} stages" if strategy.stages > 1 else ""
+    processes += f", {strategy.experts} for the experts" if strategy.experts > 1 else ""
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
@@ -251,6 +269,11 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         found.append(
             f"pp has {strategy.stages} stages, but it was launched with {processes} processes; launch a multiple of "
             f"{strategy.stages}, or set --megatron_lm_pp_degree."
+        )
+    if processes % strategy.experts:
+        found.append(
+            f"ep has the experts shared by {strategy.experts} processes, but it was launched with {processes}; launch "
+            f"a multiple of {strategy.experts}, or set --megatron_lm_expert_model_parallel_size."
         )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from finetune.compat.torch_private import all_gather_single, reduce_scatter_single
+from finetune.models.exchange import Exchanged, Ordered
 
 How = Literal["gather", "exchange"]
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Bounds", "Bounds"], torch.Tensor]
@@ -135,13 +136,13 @@ class ContextShare:
     def _to_heads(self, own: torch.Tensor, size: int) -> torch.Tensor:
         """This process's share of the heads at all positions, given all heads at its own, as queries are."""
         parts_NTHD = own[0].transpose(0, 1).unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-        row_THD = _Ordered.apply(_Exchanged.apply(parts_NTHD, self.group).flatten(0, 1), self.order, self.positions)
+        row_THD = Ordered.apply(Exchanged.apply(parts_NTHD, self.group).flatten(0, 1), self.order, self.positions)
         return row_THD.transpose(0, 1)[None]
 
     def _to_positions(self, row_THD: torch.Tensor, size: int) -> torch.Tensor:
         """The reverse, of outputs."""
-        parts_NTHD = _Ordered.apply(row_THD, self.positions, self.order).unflatten(0, (size, -1))
-        return _Exchanged.apply(parts_NTHD, self.group).transpose(0, 1).flatten(1, 2)
+        parts_NTHD = Ordered.apply(row_THD, self.positions, self.order).unflatten(0, (size, -1))
+        return Exchanged.apply(parts_NTHD, self.group).transpose(0, 1).flatten(1, 2)
 
 
 class _Gathered(torch.autograd.Function):
@@ -164,37 +165,3 @@ class _Gathered(torch.autograd.Function):
             of_whole.index_add_(0, each, of_part)
         reduce_scatter_single(of_own, of_whole, group=ctx.group)
         return of_own, None, None
-
-
-class _Ordered(torch.autograd.Function):
-    """The elements of a first dimension in another order, with its reverse, so that gradients need no sums."""
-
-    @staticmethod
-    def forward(ctx: Any, row: torch.Tensor, order: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
-        ctx.reverse = reverse
-        return row.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_row: torch.Tensor) -> Any:
-        return of_row.index_select(0, ctx.reverse), None, None
-
-
-class _Exchanged(torch.autograd.Function):
-    """The i-th part goes to the i-th process, and in its place comes what that process had for this one."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_parts: torch.Tensor) -> Any:
-        return _exchange(of_parts.contiguous(), ctx.group), None
-
-
-def _exchange(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found

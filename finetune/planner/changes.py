@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER, bf16_weights_problems
-from finetune.trace.placement import placement_of
+from finetune.config.compatibility import TOGETHER, bf16_weights_problems
+from finetune.trace.placement import PLANNED, placement_of
 from finetune.trace.setting import Setting
 
 LEAST_ROW_TOKENS = 128
@@ -76,7 +76,7 @@ def sharded(setting: Setting) -> list[Setting]:
         found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
         if setting.accumulation % setting.stages:  # too few rows for as many processes as there are GPUs
             return found
-    for strategy in (each for each in STRATEGIES if each not in TOGETHER and each != "pp"):
+    for strategy in (each for each in PLANNED if each not in TOGETHER and each != "pp"):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)

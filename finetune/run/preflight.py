@@ -18,6 +18,7 @@ from finetune.config import adapter_file, sections
 from finetune.config.compatibility import (
     averaging_problems,
     context_problems,
+    expert_problems,
     fp8_problems,
     heads_problems,
     pipeline_problems,
@@ -44,6 +45,7 @@ from finetune.models import adapter as adapters
 from finetune.models import (
     adapter_start,
     continued_adapter,
+    expert_layers,
     fp8,
     loading,
     new_tokens,
@@ -140,6 +142,11 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
         refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages, cfg.train.pipeline_parts))
+    refuse_if_any(
+        expert_problems(
+            type(skeleton).__name__, expert_layers.experts_of(skeleton), launch.experts, launch.mixed_precision
+        )
+    )
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
     if cfg.adapter.type != "none":

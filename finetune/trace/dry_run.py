@@ -176,7 +176,9 @@ def _trace(
 
     added: dict[str, Any] = {"label_smoothing": 0.1} if setting.smooths_labels else {}
     balance = RouterBalance.of(setting.router_aux_loss_coef, bare)
-    added |= {"balance": balance.of_micro_batch} if balance.coefficient else {}
+    if balance.coefficient:
+        added["balance"] = balance.of_micro_batch
+        vars(next_tokens)["line_tokens"] = torch.full((setting.micro_batch_size,), setting.row_tokens)  # of padded rows
 
     def loss_sum(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
         summed = loss.next_token_loss_sum(model, micro_batch, **added)
@@ -241,9 +243,7 @@ def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
     """Every row of the longest length; flat, each a document of the one row."""
     if not setting.flat and setting.context == 1:
         shape = (setting.micro_batch_size, setting.row_tokens)
-        labels: Any = torch.zeros(shape, dtype=torch.int64)
-        labels.line_tokens = torch.full((setting.micro_batch_size,), setting.row_tokens)
-        return labels, {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+        return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     with without_modes():  # the bounds of documents are read
         bounds = document_bounds([setting.own_row_tokens] * setting.micro_batch_size, torch.device("cpu"))
     return torch.zeros(1, setting.tokens, dtype=torch.int64), {

@@ -7,10 +7,12 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import TOGETHER
+from finetune.config.compatibility import STRATEGIES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
+PLANNED = tuple(strategy for strategy in STRATEGIES if strategy != "ep")
+"""Strategies that the planner knows. How many tokens the GPUs of ep get is for routers to say."""
 Place = Literal["gpu", "host", "disk"]
 
 
@@ -48,7 +50,7 @@ def placement_of(strategy: str, world_size: int) -> Placement:
     """The placement of a strategy file on so many processes.
 
     Raises:
-        KeyError: for a strategy that is none of ``compatibility.STRATEGIES``.
+        KeyError: for a strategy that is none of ``PLANNED``.
     """
     n = world_size
     shards = n // REPLICAS

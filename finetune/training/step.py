@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from finetune.distributed import pipeline_step
+from finetune.distributed.expert_parallel import expert_parallel_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.training.loss import LossSum
@@ -38,8 +39,11 @@ def backward(
     Returns:
         The sum of the loss of each micro-batch, detached.
     """
+    scale = partial(scaled, factor=1 / divide_by)
     if pipeline := pipeline_of(model):
-        return pipeline_step.backward(pipeline, model, loss_sum, micro_batches, partial(scaled, factor=1 / divide_by))
+        return pipeline_step.backward(pipeline, model, loss_sum, micro_batches, scale)
+    if experts := expert_parallel_of(model):
+        return experts.backward(model, loss_sum, micro_batches, scale)
     return [_backward(accelerator, model, loss_sum, each, divide_by) for each in micro_batches]
 
 
@@ -80,8 +84,9 @@ def step_if_finite(
         The norm before clipping, the same on all processes. On a GPU it is waited for: the step's kernels alone are
         launched late, by less than their own time.
     """
-    if pipeline := pipeline_of(model):
-        found = pipeline.clip(model, max_grad_norm or math.inf)
+    pipeline = pipeline_of(model)
+    if part := pipeline or expert_parallel_of(model):
+        found = part.clip(model, max_grad_norm or math.inf)
     else:
         found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
