@@ -1,5 +1,7 @@
 """The manual's tables of compatibility, written from the rules by which the recipe refuses a combination."""
 
+import re
+
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
 
 NAMES = {"none": "full", "lora": "LoRA", "dora": "DoRA"}
@@ -23,7 +25,7 @@ def table() -> str:
     def mark(sentence: str | None, strategy: str) -> str:
         if sentence is None:
             return "yes"
-        note = sentence.replace(strategy, "this strategy")
+        note = re.sub(rf"\b{strategy}\b", "this strategy", sentence)
         note = note[0].upper() + note[1:]
         if note not in notes:
             notes.append(note)

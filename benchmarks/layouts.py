@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import TOGETHER, heads_problems, refusal, stage_problems
+from finetune.config.compatibility import SIZES, heads_problems, refusal, stage_problems
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
@@ -62,16 +62,15 @@ def layouts(
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
     sizes = [size for size in range(2, processes + 1) if processes % size == 0]
-    has_size = {**dict.fromkeys(TOGETHER, "context"), "pp": "stages"}
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in has_size]
-    spreads += [(name, {what: size}) for name, what in has_size.items() for size in sizes]
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZES]
+    spreads += [(name, {SIZES[name].field: size}) for name in PLANNED if name in SIZES for size in sizes]
     heads = MODELS[model]["num_attention_heads"], MODELS[model]["num_key_value_heads"]
     found = []
     for strategy, size in spreads:
         setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
         if strategy.endswith(ON_DISK) or world_sizes_problem(strategy, processes, **size) or refusal(setting.cell):
             continue
-        if heads_problems(strategy, setting.context, *heads):
+        if heads_problems(strategy, setting.context, *heads) or heads[0] % setting.tensor:
             continue
         if stage_problems(model, MODELS[model]["num_hidden_layers"], setting.stages):
             continue

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.compatibility import TOGETHER
+from finetune.config.compatibility import SIZES
 
 from . import plan_cases
 from .plan_cases import Case
@@ -76,10 +76,8 @@ class Bench:
         setting, n = case.setting, case.setting.world_size
         file = ROOT / "accelerate_configs" / f"{setting.strategy}.yaml"
         launched = launch_environment(file, n, setting.precision)
-        if key := TOGETHER.get(setting.strategy):
-            launched[f"PARALLELISM_CONFIG_{key.upper()}"] = str(setting.context)
-        if setting.stages > 1:
-            launched["MEGATRON_LM_PP_DEGREE"] = str(setting.stages)
+        if size := SIZES.get(setting.strategy):
+            launched[size.key.upper()] = str(getattr(setting, size.field))
         port, processes, logs = _free_port(), [], []
         self.started += 1
         for rank in range(n):

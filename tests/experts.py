@@ -61,7 +61,8 @@ def errors_of_models(kinds: list[type] | None = None) -> tuple[int, dict[str, fl
         shared = ExpertParallel(model, _strategy(), CPU)
         logits, gradients = _with_gradients(model, rows[rank], weights[rank])
         compared = {"logits": (logits, every[rank][0])}
-        compared |= {name: (gradients[name], expected[name].chunk(size)[rank]) for name in shared.shared}
+        names = [name for name, held in shared.held.items() if held.is_split]
+        compared |= {name: (gradients[name], expected[name].chunk(size)[rank]) for name in names}
         found[kind.__name__] = max(
             float((one - other).abs().max() / other.abs().max()) for one, other in compared.values()
         )

@@ -7,8 +7,11 @@ FP32_TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5}
 BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
 """Losses are between 4 and 6, gradient norms between 1 and 2; bf16 has 8 significant bits."""
 
-TWO = ("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme", "cp", "ulysses", "pp")
-FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp")
+TWO = (
+    *("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme"),
+    *("cp", "ulysses", "pp", "tp"),
+)
+FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp", "tp")
 LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
 OF_MIXTURES = [("ep", 2), ("ep", 4)]
 """Which train mixtures of experts only: their runs are in ``test_expert_runs``."""
@@ -22,8 +25,8 @@ ROWS_PER_STEP = 16
 
 
 def data_processes(strategy: str, world_size: int) -> int:
-    """Processes, or groups of them, that compute different rows: two of cp, ulysses and pp share theirs."""
-    return world_size // 2 if strategy in ("cp", "ulysses", "pp") else world_size
+    """Processes, or groups of them, that compute different rows: two of cp, ulysses, pp and tp share theirs."""
+    return world_size // 2 if strategy in ("cp", "ulysses", "pp", "tp") else world_size
 
 
 def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -56,6 +59,10 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
         assert seen["model_class"] == "LlamaForCausalLM"
         assert seen["layers_held"] == seen["layers"] / 2
         assert seen["share_held"] < 0.9
+        return
+    if strategy == "tp":  # each layer over two processes; norms are whole
+        assert seen["model_class"] == "LlamaForCausalLM"
+        assert 1 / 2 < seen["share_held"] < 0.6
         return
     if strategy == "ep":  # two processes for the experts
         assert seen["model_class"].endswith("ForCausalLM")

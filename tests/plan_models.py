@@ -23,6 +23,7 @@ from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Depth, Held, Kernel, Sent, Span, Step
+from finetune.trace.tensor_parts import part_config
 from finetune.trace.tracer import key_settings
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
@@ -51,7 +52,7 @@ class ArithmeticTracer:
         row_tokens: int,
         on_progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
-        self.llama = Llama.of(model_config)
+        self.llama, self.model_config = Llama.of(model_config), model_config
         self.rounds: list[list[Setting]] = []
         self._steps: dict[Setting, Step] = {}
 
@@ -72,6 +73,9 @@ class ArithmeticTracer:
         self.rounds += [new] if new else []
 
     def step(self, setting: Setting) -> Step:
+        if setting.tensor > 1:
+            config = part_config(self.model_config, dict(self.anatomy.sizes), setting.tensor)
+            return ArithmeticTracer(config, row_tokens=2048).step(replace(setting, tensor=1))
         self.prepare([setting])
         steps = [self._steps[key] for key in key_settings(setting, self.llama.layers)]
         return steps[0] if len(steps) == 1 else partly_recomputed(*steps, layers=setting.recomputed_layers or 0)
@@ -137,6 +141,13 @@ class Llama:
             linear_parameters=self.layers * self.layer_linear,
             largest_parameter=max(map(math.prod, self.shapes)),
             dimensions=tuple(sorted({size for shape in self.shapes for size in shape})),
+            sizes=(
+                ("num_attention_heads", self.heads[0]),
+                ("num_key_value_heads", self.heads[1]),
+                ("intermediate_size", self.intermediate),
+                ("vocab_size", self.vocabulary),
+                ("head_dim", self.queries // self.heads[0]),
+            ),
             layers=self.layers,
             lead=0,
             period=1,

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.plan_cases import Case
+from finetune.config.compatibility import SIZES
 from finetune.errors import InputError
 from finetune.trace.placement import PLANNED
 
@@ -25,10 +26,10 @@ def every(**changes: Any) -> list[Case]:
 def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_without_recomputation():
     found = every()
     assert len({case.name for case in found}) == len(found)
-    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", "cp", "ulysses", "pp")}
+    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", *SIZES)}
     # ulysses shares four heads among as many processes, though there are two of keys and values; of three layers there
     # are no four stages
-    sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2"}
+    sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4"}
     assert {case.setting.launched for case in found} == expected | sized
     assert not {"ulysses 8", "pp 4"} & {case.setting.launched for case in every(processes=8)}
     for name in {case.setting.launched for case in found}:

@@ -1,9 +1,11 @@
 """Every cell of strategy x bits x adapter x optimizer trains with the losses of one process, or is refused as it says.
 
 Real configuration, real recipe, real classes; a tiny GQA Llama read from a file in fp32, uneven masks. Shapes are
-multiples of 256 elements on every shard, so that the blocks of 8-bit state are those of one process.
+multiples of 256 elements on every shard, so that the blocks of 8-bit state are those of one process. Under tp shards
+may be columns, and the model is wider.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -72,12 +74,17 @@ def test_what_users_come_for_is_not_refused():
 
 
 @pytest.fixture(scope="module")
-def models(weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """The model of a cell, by whether its strategy is for mixtures of experts."""
+def models(weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models of cells whose strategies need another than the rest."""
     mixture = balancing.mixture_folder(
         tmp_path_factory.mktemp("mixture"), "mixtral", architectures=["MixtralForCausalLM"]
     )
-    return {False: weights_folder, True: tiny.write_weights(mixture)}
+    # half of the inputs of each layer that tp splits by inputs are 256
+    wide = tiny.build_model_folder(tmp_path_factory.mktemp("wide"), intermediate_size=512)
+    described = json.loads((wide / "config.json").read_text()) | {"head_dim": 64}
+    (wide / "config.json").write_text(json.dumps(described))
+    found = {"": weights_folder, "ep": tiny.write_weights(mixture), "tp": tiny.write_weights(wide)}
+    return {strategy: found.get(strategy, weights_folder) for strategy in STRATEGIES}
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +105,14 @@ def run(
 
 @pytest.mark.parametrize("cell", covered(TRAINED))
 def test_cell_trains_with_the_losses_of_one_process(
-    cell: Cell, ranks: Any, models: dict[bool, Path], conversations: Path, tmp_path: Path, references: dict[Any, Any]
+    cell: Cell, ranks: Any, models: dict[str, Path], conversations: Path, tmp_path: Path, references: dict[Any, Any]
 ):
-    is_mixture = cell.strategy == "ep"
-    model, alone = models[is_mixture], cell._replace(strategy="single")
-    key = (is_mixture, *alone)
+    alone, model = cell._replace(strategy="single"), models[cell.strategy]
+    key = (model, alone)
     if key not in references:
         references[key] = run(alone, ranks, model, conversations, tmp_path)
-        standing = (
-            is_mixture,
-            cell.bits,
-            cell.adapter,
-        )  # weights that stay where they are have the same losses with any optimizer
+        # weights that stay where they are have the same losses with any optimizer
+        standing = (model, alone.bits, alone.adapter)
         if standing not in references:
             references[standing] = run(alone, ranks, model, conversations, tmp_path, learning_rate=1e-12)
         gained = references[standing][-1]["loss"] - references[key][-1]["loss"]  # on the same rows

@@ -232,7 +232,11 @@ def test_held_out_losses_answers_and_scores_are_those_of_one_process(run: Any, h
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "three processes for the experts": ({"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "3"}, {}, "launch a multiple of 3"),
-    "stages beside them": ({"MEGATRON_LM_PP_DEGREE": "2"}, {}, "the experts of a pipeline are not shared here"),
+    "stages beside them": (
+        {"MEGATRON_LM_PP_DEGREE": "2"},
+        {},
+        "which do not go together here; set all but one of them to 1",
+    ),
     "nothing to share": ({"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "1"}, {}, "to 2 or more"),
     "adafactor": ({}, {"train__optimizer": "adafactor"}, "ep gives each process only a part of them"),
     "4 bits": ({}, LORA | {"quantization__bits": 4}, "which bitsandbytes does not quantise"),

@@ -49,6 +49,6 @@ def test_what_cannot_be_shared_is_refused_in_a_sentence():
         "fsdp2."
     )
     (of_parts,) = expert_problems("MixtralForCausalLM", 8, 3, "bf16")
-    assert "shared by 3 processes, but each layer of the model has 8; set --megatron_lm_expert_model_par" in of_parts
+    assert "shared by 3 processes, but each layer has 8 or a multiple of it; set --megatron_lm_expert_mod" in of_parts
     (of_scaling,) = expert_problems("MixtralForCausalLM", 8, 2, "fp16")
     assert of_scaling.endswith("launch with --mixed_precision bf16 or no.")

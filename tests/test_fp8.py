@@ -191,6 +191,7 @@ def test_processes_compute_in_fp8_what_one_computes(
         ({"bits": 4}, "quantised to 4 bits; set model.fp8 to false, or quantization.bits to none"),
         ({"precision": "no"}, "the launch computes in no; launch with --mixed_precision bf16"),
         ({"strategy": "zero3_offload"}, "zero3_offload gathers the weights of one module at a time"),
+        ({"strategy": "tp"}, "tp gives each process a part of the numbers that share a scale"),
         ({"capability": (8, 6)}, "this GPU does not multiply in fp8"),
     ],
 )

@@ -61,7 +61,8 @@ def run(ranks: Any, model_folder: Path, conversations: Path, tmp_path_factory: p
             assert_really_active(seen, strategy, world_size)
         half = world_size // 2
         for rank, seen in enumerate(everyone):
-            same = {"ddp": 0, "hsdp": rank % half, "pp": rank // half * half}.get(strategy, rank) if half else rank
+            alike = {"ddp": 0, "hsdp": rank % max(half, 1), "pp": rank // max(half, 1) * half, "tp": rank % 2}
+            same = alike.get(strategy, rank)
             assert seen["weights_held"] == everyone[same]["weights_held"], "replicas differ"  # to the bit
         train.weights = load_file(folder / "run" / "final" / "model.safetensors")
         return scenarios.read_metrics(folder / "run")

@@ -57,7 +57,7 @@ def grows(smaller: Setting, larger: Setting) -> bool:
     return first <= second
 
 
-STAGES = {"pp": 4}
+STAGES, TENSOR = {"pp": 4}, {"tp": 4}
 STRATEGIES_AND_METHODS = [
     Setting(
         strategy,
@@ -67,6 +67,7 @@ STRATEGIES_AND_METHODS = [
         row_tokens=512,
         activation_checkpointing=recomputes,
         stages=STAGES.get(strategy, 1),
+        tensor=TENSOR.get(strategy, 1),
     )
     for strategy, method, recomputes in product(PLANNED[1:], METHODS.values(), (False, True))
 ]
@@ -246,9 +247,9 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
     assert not found & {(each.strategy, each.method) for each in left_out}
     for strategy in PLANNED:
         for method in METHODS.values():
-            stages = [each["stages"] for each in splits(strategy, asked.machines, 30)] if strategy == "pp" else [1]
+            sizes = splits(strategy, asked.machines, 30) if strategy in ("pp", "tp") else [{}]
             is_possible = (
-                any(world_sizes_problem(strategy, world_size, stages=each) is None for each in stages)
+                any(world_sizes_problem(strategy, world_size, **each) is None for each in sizes)
                 and refusal(Cell(strategy, method.bits, method.adapter, "adamw")) is None
             )
             place = placement_of(strategy, world_size)

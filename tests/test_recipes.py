@@ -38,13 +38,16 @@ TOGETHER = [
     if recipe.name in ("sft", "pretrain")
 ]
 """Where several processes compute each row: answers that are compared are refused there."""
-POINTS += TOGETHER
+SPLIT = [(recipe, "tp", *each) for recipe, each in product(RECIPES, product((2, 4), ("full", "lora")))]
+"""Where several processes compute the same rows. In 4 bits the model is too small to split."""
+POINTS += TOGETHER + SPLIT
 FIRST = [
     (recipe, *launch, list(METHODS)[(i + j) % len(METHODS)])  # each method under each strategy, and with each recipe
     for (i, recipe), (j, launch) in product(enumerate(RECIPES), enumerate(KEPT))
 ]
 SHARED_FIRST = [("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"), ("pp", 2, "qlora"), ("pp", 4, "full")]
 FIRST += [each for each in TOGETHER if each[1:] in SHARED_FIRST]
+FIRST += [each for each in SPLIT if (each[0].name, *each[2:]) in [("dpo", 4, "lora"), ("kto", 2, "full")]]
 CHAIN = ["fsdp2", "zero3", "ddp", "zero2"]
 
 

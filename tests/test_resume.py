@@ -31,8 +31,10 @@ LAUNCHES = [
     ("zero3", 4),
     ("cp", 2),
     ("pp", 2),
+    ("tp", 2),
+    ("tp", 4),
 ]
-ADAPTER_LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("pp", 2)]
+ADAPTER_LAUNCHES = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("pp", 2), ("tp", 2)]
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter__type": "lora", "adapter__rank": 4},
@@ -97,12 +99,14 @@ def uninterrupted(train: Callable[..., Run], tmp_path_factory: pytest.TempPathFa
     return lookup
 
 
+def launches_of(method: str) -> list[Launch]:
+    if method == "full":
+        return LAUNCHES
+    return [each for each in ADAPTER_LAUNCHES if (method, each[0]) != ("qlora", "tp")]  # which is refused
+
+
 PAIRS = [
-    (method, before, after)
-    for method in METHODS
-    for launches in [LAUNCHES if method == "full" else ADAPTER_LAUNCHES]
-    for before in launches
-    for after in launches
+    (method, before, after) for method in METHODS for before in launches_of(method) for after in launches_of(method)
 ]
 
 
@@ -115,7 +119,7 @@ def is_kept(method: str, before: Launch, after: Launch) -> bool:
 
     With every method each launch then writes a checkpoint and reads one of another; `make prove` runs all pairs.
     """
-    launches = LAUNCHES if method == "full" else ADAPTER_LAUNCHES
+    launches = launches_of(method)
     follower = launches[(launches.index(before) + 1) % len(launches)]
     return after == follower or (method == "full" and after == before)
 

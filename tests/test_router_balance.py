@@ -223,7 +223,7 @@ def assert_same_run(metrics: Any, expected: Any) -> None:
         assert one[FIGURE] == pytest.approx(other[FIGURE], abs=1e-5)
 
 
-LAUNCHES = [("single", 1, 1), ("ddp", 2, 2), ("fsdp2", 2, 4), ("zero2", 2, 2), ("cp", 2, 4)]
+LAUNCHES = [("single", 1, 1), ("ddp", 2, 2), ("fsdp2", 2, 4), ("zero2", 2, 2), ("cp", 2, 4), ("tp", 2, 4)]
 OTHERS = [("single", 1, 2), ("single", 1, 4), ("ulysses", 2, 8), ("zero3", 2, 4), ("zero1", 2, 1), ("ddp", 4, 1)]
 
 

@@ -32,7 +32,9 @@ from finetune.data.sampler import (
 from finetune.data.templates import Template
 from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard
+from finetune.distributed.held_parts import held_of
 from finetune.distributed.strategy import Strategy
+from finetune.models.tensor_plan import Share, Split
 from finetune.optim.rounding import round_stochastically
 
 CONVERSATION = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
@@ -105,6 +107,15 @@ def test_flat_shards_and_pieces_of_fsdp():
         assert found == [(name, 9, 6, (0, 6)) for name in names]
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_and_their_holders():
+    last = strategy("tp", 3, 4)
+    rows = held_of(Share(Split(0, 2)), torch.Size((8, 6)), last, 2, None)
+    assert rows.own(torch.arange(48)).tolist() == [*range(24, 48)]
+    assert (rows.part, rows.holder, rows.holders) == (1, 1, 2)
+    norm = held_of(Share(), torch.Size((6,)), last, 2, None)
+    assert (norm.holder, norm.holders) == (3, 4)
 
 
 def test_pieces_of_replicas_and_of_8_bit_state():

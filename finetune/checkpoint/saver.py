@@ -20,7 +20,7 @@ In a recipe, with ``failed_anywhere`` from whatever the processes exchange in a 
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ class Saver:
     def save(
         self,
         step: int,
-        pieces: "Iterable[Piece]",
+        pieces: "Iterator[Piece]",
         contents: dict[str, Any],
         own: dict[str, Any],
         strategy: str,
@@ -92,7 +92,7 @@ class Saver:
         """Copy the state and start to write it. Collective; waits for the previous checkpoint.
 
         Args:
-            pieces: all that this process holds.
+            pieces: all that this process holds, an iterator: after an error it is followed to its end.
             contents: metadata of the checkpoint, the same on all processes; JSON.
             own: this process's part of the metadata. Dictionaries are merged, other values must agree.
             strategy: to show in lists of checkpoints.
@@ -113,6 +113,8 @@ class Saver:
                 self._copy.take(pieces)
             except MemoryError as error:
                 writing.problem = reason(error)
+                for _ in pieces:  # other processes may need what this one has of them
+                    pass
             writing.start()
             self._writing = writing
         return time.perf_counter() - start

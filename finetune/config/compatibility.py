@@ -22,10 +22,33 @@ STRATEGIES = (
     "cp",
     "ulysses",
     "pp",
+    "tp",
     "ep",
 )
-TOGETHER = {"cp": "cp_size", "ulysses": "sp_size"}
-"""Strategies under which several processes compute each row together, and the launch file's key for how many."""
+TOGETHER = ("cp", "ulysses")
+"""Strategies under which several processes compute each row together."""
+IN_PARTS = ("pp", "tp", "ep")
+"""Strategies under which each process has a part of the model's own parameters. Accelerate's keys for them are those of
+Megatron-LM."""
+
+
+class Size(NamedTuple):
+    """How many processes do together what a strategy is for."""
+
+    field: str
+    """Of ``distributed.Strategy``, and of ``trace.Setting`` for those that the planner knows."""
+    key: str
+    """Of the launch file. In capitals, the name of the environment variable that ``accelerate launch`` makes of it."""
+
+
+SIZES = {
+    "cp": Size("context", "parallelism_config_cp_size"),
+    "ulysses": Size("context", "parallelism_config_sp_size"),
+    "pp": Size("stages", "megatron_lm_pp_degree"),
+    "tp": Size("tensor", "megatron_lm_tp_degree"),
+    "ep": Size("experts", "megatron_lm_expert_model_parallel_size"),
+}
+"""Of the strategies that have one."""
 BITS = (None, 8, 4)
 ADAPTERS = ("none", "lora", "dora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd")
@@ -41,7 +64,7 @@ class Cell(NamedTuple):
 
     @property
     def shards_weights(self) -> bool:
-        return self.strategy.startswith(("fsdp2", "hsdp", "cp", "ulysses", "zero3"))
+        return self.strategy.startswith(("fsdp2", "hsdp", "cp", "ulysses", "zero3", "tp"))
 
     @property
     def offloads(self) -> bool:
@@ -81,6 +104,11 @@ RULES = (
         lambda c: c.strategy == "zero3_nvme" and c.optimizer != "adamw",
         "{strategy} only works with DeepSpeed's CPU Adam; set train.optimizer to adamw, or use the strategy file "
         "zero3_offload.",
+    ),
+    Rule(
+        lambda c: c.adapter == "dora" and c.strategy == "tp",
+        "DoRA needs the norms of whole weights, but {strategy} gives each process only a part of them; set "
+        "adapter.type to lora, or use the strategy file fsdp2.",
     ),
     Rule(
         lambda c: c.bits is not None and c.strategy == "ep",
@@ -187,6 +215,33 @@ def pipeline_problems(strategy: str, *, parts: int, embedding_noise: bool, paire
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
+def tensor_problems(strategy: str, *, precision: str) -> list[str]:
+    """Why the processes of a launch cannot split each layer's weights.
+
+    Args:
+        precision: the launch's mixed precision.
+    """
+    if strategy != "tp" or precision != "fp16":
+        return []
+    return ["tp does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no."]
+
+
+def split_problems(reasons: Sequence[str], saved: Sequence[str]) -> list[str]:
+    """Sentences of why a model's layers cannot be split over processes.
+
+    Args:
+        reasons: clauses.
+        saved: layers of adapter.modules_to_save that are split.
+    """
+    found = [f"{each}; use the strategy file fsdp2, or another --megatron_lm_tp_degree." for each in reasons]
+    if saved:
+        found.append(
+            f"adapter.modules_to_save names {', '.join(saved)}, of which tp gives each process a part; train adapters "
+            "on them instead, or use the strategy file fsdp2."
+        )
+    return found
+
+
 def stage_problems(model: str, layers: int, stages: int, parts: int = 1) -> list[str]:
     """Why a model's layers cannot be divided into the stages of a pipeline, as a sentence.
 
@@ -235,6 +290,8 @@ def fp8_problems(
         "--mixed_precision bf16.": precision != "bf16",
         f"model.fp8: {strategy} gathers the weights of one module at a time, for PyTorch's own products alone; use "
         "the strategy file fsdp2.": strategy.startswith("zero3"),
+        "model.fp8: tp gives each process a part of the numbers that share a scale; set it to false, or use the "
+        "strategy file fsdp2.": strategy == "tp",
         "model.fp8: this GPU does not multiply in fp8, as Ada, Hopper and newer ones do; set it to false.": (
             capability is not None and capability < ADA
         ),
@@ -247,7 +304,7 @@ def expert_problems(model: str, experts: int, processes: int, precision: str) ->
 
     Args:
         model: its class.
-        experts: of each layer, by ``models.expert_layers.experts_of``.
+        experts: the greatest common divisor of those of each layer, by ``models.expert_layers.experts_of``.
         processes: that are to share them; 1 where none are.
         precision: the launch's mixed precision.
     """
@@ -259,8 +316,8 @@ def expert_problems(model: str, experts: int, processes: int, precision: str) ->
             "fsdp2."
         ]
     found = {
-        f"ep has the experts shared by {processes} processes, but each layer of the model has {experts}; set "
-        "--megatron_lm_expert_model_parallel_size to a number that divides them, or use the strategy file fsdp2.": (
+        f"ep has the experts shared by {processes} processes, but each layer has {experts} or a multiple of it; set "
+        f"--megatron_lm_expert_model_parallel_size to a divisor of {experts}, or use the strategy file fsdp2.": (
             experts % processes > 0
         ),
         "ep does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",

@@ -1,17 +1,18 @@
-"""DDP, FSDP2, DeepSpeed ZeRO, pipelines and shared experts: the only room that knows them by name.
+"""DDP, FSDP2, DeepSpeed ZeRO, pipelines, split layers and shared experts: the only room that knows them by name.
 
 ``strategy`` (the launch, and whether it can work), ``gpus`` (GPUs of the launch), ``setup`` (process group,
 Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, and by which process), ``active`` (proof
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
 processes compute together), ``pipeline`` (one stage of a model's layers), ``pipeline_step`` (micro-batches on their way
-through the stages), ``expert_parallel`` (a share of a mixture's experts), ``flat_shards`` (which elements of a
-parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints
-store them), ``weight_copies`` (in 16 bits, which single, ddp and pp compute with), ``averaged_weights`` (averages in
-the place of the weights, for a while), ``remembered_weights`` (the trained weights of the beginning, to compute with),
-``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes), ``heartbeat`` (lost machines),
-``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations, built once),
-``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file, for notebooks
-and tests), ``launcher`` (the processes of ``finetune train``).
+through the stages), ``tensor_parallel`` (a part of each layer), ``expert_parallel`` (a share of a mixture's experts),
+``held_parts`` (what those two have in common), ``model_parts`` (of what a model is a part), ``flat_shards`` (which
+elements of a parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
+checkpoints store them), ``weight_copies`` (in 16 bits, which single, ddp, pp, tp and ep compute with),
+``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of
+the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes),
+``heartbeat`` (lost machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations,
+built once), ``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file,
+for notebooks and tests), ``launcher`` (the processes of ``finetune train``).
 Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment
@@ -23,7 +24,7 @@ launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32
 norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
-part       single, ddp, pp, ep         fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
+part       single, ddp, pp, tp, ep     fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16

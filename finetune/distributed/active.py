@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
-from finetune.distributed.expert_parallel import expert_parallel_of
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.model_parts import part_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
 from finetune.hardware.cards import peak_flops
@@ -47,10 +46,8 @@ def active_name(model: torch.nn.Module) -> str:
             return "fsdp2 with unsharded parameters"
         offloads = all(isinstance(policy, CPUOffloadPolicy) for policy in offload_policies(model))
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
-    if pipeline_of(model):
-        return "pp"
-    if expert_parallel_of(model):
-        return "ep"
+    if part := part_of(model):
+        return part.strategy
     if engine := engine_of(model):
         devices = {target.device for target in (engine.zero_offload_optimizer(), engine.zero_offload_param()) if target}
         suffix = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
@@ -80,7 +77,7 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
     reshard(model)
     if engine := engine_of(model):
         from deepspeed.utils import safe_get_full_fp32_param
-    if part := pipeline_of(model) or expert_parallel_of(model):
+    if part := part_of(model):
         yield from part.parameters(model)
         return
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
@@ -101,7 +98,7 @@ def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iter
 
     They take another path than the masters of ``full_parameters``, so the two can be compared. Collective.
     """
-    if part := pipeline_of(model) or expert_parallel_of(model):
+    if part := part_of(model):
         yield from part.parameters(model)
         return
     bare = accelerator.unwrap_model(model)

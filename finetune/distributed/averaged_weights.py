@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from finetune.distributed.sharded_state import WEIGHTS, inner_optimizer, pieces, sync_compute_weights
+from finetune.distributed.sharded_state import WEIGHTS, inner_optimizer, own_values, sync_compute_weights
 from finetune.distributed.strategy import Strategy
 from finetune.optim.averaging import AVERAGE, averages
 
@@ -45,7 +45,7 @@ def _pairs(
     strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Views of each shard's weights and of its averages. None lies on disk: ``config.compatibility`` refuses that."""
-    found = {piece.name: piece.values for piece in pieces(strategy, model, optimizer)}
+    found = dict(own_values(strategy, model, optimizer))
     averaged = [name for name in found if name.startswith(AVERAGES)]
     return [(found[WEIGHTS + name.removeprefix(AVERAGES)], found[name]) for name in averaged]
 

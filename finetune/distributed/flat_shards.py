@@ -2,6 +2,7 @@
 
 Under every strategy they are a contiguous range of the flattened parameter: all elements (one process, DDP), rows of
 its first dimension (FSDP2, and experts under ep), or a part of a flat partition that several parameters share (ZeRO).
+But for tensor parallelism, where they may be columns: then the processes of a group have the whole together.
 
 Example: a weight of shape (5, 3), 15 elements, on 2 processes. Process 1 holds the last two rows under FSDP2: begin 9,
 count 6. ZeRO-3 cuts the weight into parts of 8, the last one padded: begin 8, count 7. ZeRO-2 puts the weight and a
@@ -18,7 +19,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.compat.deepspeed_private import flat_mapping, in_memory
-from finetune.distributed.expert_parallel import ExpertParallel, expert_parallel_of
+from finetune.distributed.held_parts import Held, held_parts_of
 from finetune.distributed.sharding import engine_of
 from finetune.distributed.strategy import Strategy
 
@@ -44,9 +45,13 @@ class FlatShard:
     """Index of its first element in the flattened holder."""
     keeps_blocks: bool
     """Whether the holders' blocks of ``BLOCK`` elements are also blocks of the whole parameter, on every process."""
-    same: tuple[int, int] | None = None
-    """Processes that hold the same elements, and which of them this is, where that differs from parameter to parameter;
-    None where the strategy tells."""
+    held: Held | None = None
+    """Which part of the parameter it is, under a strategy that splits each in its own way (tp and ep)."""
+
+    @property
+    def is_one_range(self) -> bool:
+        """Whether its elements follow one another in the flattened parameter, from ``begin`` on."""
+        return self.held is None or self.held.stretches == 1
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -63,9 +68,9 @@ def flat_shards(strategy: Strategy, model: torch.nn.Module, *, values: bool) -> 
             next one is requested. Without it, holders on disk are empty.
     """
     engine = engine_of(model)
-    if experts := expert_parallel_of(model):
+    if parts := held_parts_of(model):
         for name, parameter in trained_parameters(model):
-            yield from _of_experts(experts, name, parameter)
+            yield _of_part(parts.held[name], name, parameter)
     elif engine is None:
         for name, parameter in trained_parameters(model):
             yield from _of_rows(name, parameter) if isinstance(parameter, DTensor) else _of_whole(name, parameter)
@@ -79,11 +84,12 @@ def _of_whole(name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
     yield FlatShard(name, tuple(parameter.shape), 0, parameter.numel(), parameter, 0, keeps_blocks=True)
 
 
-def _of_experts(experts: ExpertParallel, name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
-    """Expert parallelism: of experts, those of this process; of all else the whole."""
-    shape, count = experts.shapes[name], parameter.numel()
-    keeps = _keeps_blocks(0, count, shape.numel())
-    yield FlatShard(name, tuple(shape), experts.begin(name, count), count, parameter, 0, keeps, experts.same(name))
+def _of_part(held: Held, name: str, parameter: torch.Tensor) -> FlatShard:
+    """Tensor and expert parallelism: the whole parameter, equal numbers of its rows, or of its columns."""
+    count = parameter.numel()
+    begin = held.part * count if held.stretches == 1 else 0
+    keeps = _keeps_blocks(0, count // held.stretches, held.shape.numel())
+    return FlatShard(name, tuple(held.shape), begin, count, parameter, 0, keeps, held)
 
 
 def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:

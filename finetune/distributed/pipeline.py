@@ -50,6 +50,8 @@ class Pipeline:
         parts: of the layers that each stage has.
     """
 
+    strategy = "pp"
+
     def __init__(
         self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype, *, parts: int = 1
     ) -> None:

@@ -26,7 +26,7 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
-from finetune.distributed.expert_parallel import ExpertParallel
+from finetune.distributed.model_parts import part_of, take_part
 from finetune.distributed.pipeline import pipeline_of, trained_everywhere
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
@@ -117,8 +117,8 @@ def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Acceler
 
 @contextlib.contextmanager
 def _megatron_lm_is_not_asked_for() -> Iterator[None]:
-    """Accelerate would look for Megatron-LM under pp and ep, whose launch files it takes for those of that. What the
-    launch asked for stays known to another run in this process."""
+    """Accelerate would look for Megatron-LM under pp, tp and ep, whose launch files it takes for those of that. What
+    the launch asked for stays known to another run in this process."""
     name = "ACCELERATE_USE_MEGATRON_LM"
     is_asked = os.environ.get(name) == "true"
     if is_asked:
@@ -255,7 +255,7 @@ def prepare(
     Raises:
         RuntimeError: if the active strategy is not the requested one.
     """
-    experts = ExpertParallel(model, strategy, accelerator.device) if strategy.experts > 1 else None
+    take_part(model, strategy, accelerator.device)
     if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
         with trained_everywhere(model):
             for parameter in model.parameters():
@@ -271,7 +271,7 @@ def prepare(
     with _without_chatter():
         if pipeline := pipeline_of(model):
             pipeline.begin(model)
-        if pipeline or experts:
+        if part_of(model):
             optimizer = accelerator.prepare(optimizer)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)

@@ -3,15 +3,17 @@
 ``pieces`` returns live views of the trained parameters (fp32 masters if there are any) and of their optimizer state. To
 save, read them. To load, call ``make_optimizer_state``, overwrite them, then call ``set_optimizer_steps`` and
 ``sync_compute_weights``. 8-bit state is quantised in blocks of 256 elements of this process's shard. If those are not
-blocks of the whole tensor, its pieces get names that only the same launch looks for.
+blocks of the whole tensor, its pieces get names that only the same launch looks for. Columns of a tensor, which tensor
+parallelism gives a process, are put together with the others' for as long as they are read or overwritten.
 
 Example: a weight of shape (5, 3) under FSDP2 on 2 processes. Process 1 yields ``weights/w`` with begin 9 and 6 values,
 then ``optimizer/exp_avg/w`` alike. Under HSDP on 4 processes, ranks 1 and 3 hold these same 6 values: rank 1 writes
 values 0 to 2, rank 3 writes 3 to 5. Of 8-bit state of 2,048 elements, process 1 of 2 has scales 4 to 7 of 8.
+Of a weight of shape (3, 4) whose columns two processes split, each yields all 12 values, and writes 6 of them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from finetune.compat.deepspeed_private import drop_gathered_weights, in_memory, step_partition, write_compute_weights
 from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
+from finetune.distributed.held_parts import Held
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of, reshard
 from finetune.distributed.strategy import Strategy
@@ -28,6 +31,8 @@ from finetune.optim.optimizer import state_of
 from finetune.optim.rounding import local_shard
 
 WEIGHTS = "weights/"
+OF_THIS_LAUNCH = "@"
+"""In the names of pieces that no other launch looks for."""
 STEPS = ("step", AVERAGED_STEPS)
 """State entries that count steps; both have the same value, and SGD has only the second."""
 LEFT_OUT = (*STEPS, "RMS", "qmap1", "qmap2")
@@ -52,13 +57,37 @@ class Piece:
 
 
 def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
-    """Trained parameters and their optimizer state, in the same order at every call.
+    """Trained parameters and their optimizer state, in the same order at every call. Collective under tensor
+    parallelism.
 
-    A piece is valid until the next one is requested. Iterate over all of them: state on disk is written back.
+    A piece is valid until the next one is requested. Iterate over all of them: state on disk is written back, and so
+    are columns.
 
     Args:
         model, optimizer: as ``prepare`` returned them.
     """
+    for piece, shard in _own(strategy, model, optimizer):
+        if shard.held is None or shard.is_one_range or OF_THIS_LAUNCH in piece.name:
+            yield piece
+            continue
+        whole = shard.held.joined(piece.values)
+        written = _shared(whole.numel(), strategy.rank, strategy.world_size)
+        yield replace(piece, begin=0, values=whole, written=written)
+        piece.values.copy_(shard.held.own(whole))
+
+
+def own_values(
+    strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and values of each piece as this process holds them, whichever elements they are. None lies on disk."""
+    for piece, _ in _own(strategy, model, optimizer):
+        yield piece.name, piece.values
+
+
+def _own(
+    strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Piece, FlatShard]]:
+    """The pieces of each shard; those that are no one range have the values of this process alone."""
     reshard(model)
     pipeline = pipeline_of(model)
     inner = inner_optimizer(model, optimizer)
@@ -66,12 +95,13 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         first, end = shard.offset, shard.offset + shard.count
         values = _flat(shard.holder)[first:end]
         writes = pipeline is None or pipeline.owns(shard.name)
-        known: dict[str, Any] = {"writes": writes, "same": shard.same}
-        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, **known)
+        known: dict[str, Any] = {"writes": writes, "held": shard.held}
+        yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, **known), shard
         state = state_of(inner, shard.holder)
         for key, value in state.items():
             if key not in LEFT_OUT:
-                yield _state_piece(strategy, shard, key, value, blockwise=f"absmax{key[-1]}" in state, writes=writes)
+                blockwise = f"absmax{key[-1]}" in state
+                yield _state_piece(strategy, shard, key, value, blockwise=blockwise, writes=writes), shard
 
 
 def _state_piece(
@@ -88,10 +118,12 @@ def _state_piece(
         assert shard.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
         first, end, shape = 0, flat.numel(), tuple(value.shape)
     if blockwise and not shard.keeps_blocks:
-        number = strategy.shard if shard.same is None else shard.begin // shard.count
-        name += f"@{strategy.name}, {strategy.world_size} processes, shard {number}"
+        processes, number = strategy.world_size, strategy.shard
+        if shard.held is not None:  # replicas, however many, hold the same
+            processes, number = shard.held.share.split.parts, shard.held.part
+        name += f"{OF_THIS_LAUNCH}{strategy.name}, {processes} processes, shard {number}"
         shape, begin = (end - first,), 0
-    return _piece(strategy, name, shape, begin, flat[first:end], writes=writes, same=shard.same)
+    return _piece(strategy, name, shape, begin, flat[first:end], writes=writes, held=shard.held)
 
 
 def _piece(
@@ -102,19 +134,24 @@ def _piece(
     values: torch.Tensor,
     *,
     writes: bool = True,
-    same: tuple[int, int] | None = None,
+    held: Held | None = None,
 ) -> Piece:
     """The processes that hold the same shard write equal parts of it.
 
     Args:
-        same: as ``FlatShard.same``.
+        held: as ``FlatShard.held``.
     """
-    replicas, replica = same or (strategy.world_size // strategy.shards, strategy.rank // strategy.shards)
+    replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
     if strategy.stages > 1:
         replicas, replica = strategy.data_processes, strategy.rank % strategy.data_processes
-    written = values.numel() if writes else 0
-    first, end = (written * number // replicas for number in (replica, replica + 1))
-    return Piece(name, shape, begin, values, (first, end))
+    elif held is not None:
+        replicas, replica = held.holders, held.holder
+    return Piece(name, shape, begin, values, _shared(values.numel() if writes else 0, replica, replicas))
+
+
+def _shared(elements: int, number: int, processes: int) -> tuple[int, int]:
+    """Begin and end of the elements that one of so many processes writes."""
+    return elements * number // processes, elements * (number + 1) // processes
 
 
 def make_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

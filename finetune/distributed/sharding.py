@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.distributed.expert_parallel import expert_parallel_of
+from finetune.distributed.held_parts import held_parts_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import local_shard
@@ -32,7 +32,7 @@ class Sharding:
     layers: int | None = None
     """Of a pipeline's stage: ``shards`` is the number of stages then, whose shares are not equal."""
     share_bytes: int | None = None
-    """Of the modules of this stage."""
+    """Of the modules of this stage; or of the parts of layers that this process should have, with what is whole."""
     parts: int | None = None
     """Of the layers that this stage has."""
 
@@ -55,6 +55,8 @@ class Sharding:
         if self.layers is not None:
             line += f" of {size_text(self.total_bytes)}, {self.layers} layers in a pipeline of {self.shards} stages"
             line += f" of {self.parts} parts" if self.parts != 1 else ""
+        elif self.share_bytes is not None:
+            line += f" of {size_text(self.total_bytes)}, those of a layer split over {self.shards} processes"
         else:
             line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
         beside = f"; plus {size_text(self.constants_bytes)} of quantisation constants"
@@ -74,10 +76,9 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
         own = _bytes([each for module in pipeline.modules for each in module.parameters()])
         of_stage = _constants(model), pipeline.layers, own, len(pipeline.parts)
         return Sharding("weights", strategy.stages, total, _bytes(parameters), *of_stage)
-    if experts := expert_parallel_of(model):
-        of_experts = [(name, each) for name, each in model.named_parameters() if name in experts.shared]
-        total = sum(experts.shapes[name].numel() * each.element_size() for name, each in of_experts)
-        return Sharding("experts", experts.size, total, _bytes([each for _, each in of_experts]), _constants(model))
+    if parts := held_parts_of(model):
+        total, own, held_bytes = parts.bytes_of_shares(model)
+        return Sharding(parts.proven_by, parts.size, total, held_bytes, _constants(model), share_bytes=own)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk

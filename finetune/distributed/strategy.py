@@ -2,13 +2,14 @@
 
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import psutil
 import torch
 
 from finetune.compat.torch_private import cpu_computes_bf16
-from finetune.config.compatibility import TOGETHER, Cell, bf16_weights_problems, refusal
+from finetune.config.compatibility import IN_PARTS, SIZES, TOGETHER, Cell, bf16_weights_problems, refusal
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -34,6 +35,9 @@ class Strategy:
     """Processes that compute each row together: the number in the launch file for cp and ulysses."""
     stages: int = 1
     """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp."""
+    tensor: int = 1
+    """Processes that split the weights of each layer, and compute the same rows: the number in the launch file for
+    tp."""
     experts: int = 1
     """Processes that share the experts of each layer: the number in the launch file for ep."""
     parent: int = field(default_factory=os.getppid, compare=False)
@@ -46,19 +50,24 @@ class Strategy:
         Raises:
             InputError: if the launch is not supported.
         """
-        environ, replicas, stages, experts = os.environ, 1, 1, 1
+        environ, replicas, sizes = os.environ, 1, dict[str, int]()
         together, context = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
                 raise InputError("The launch file asks for FSDP version 1; set fsdp_version: 2 in its fsdp_config.")
             replicas = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+            if environ.get("PARALLELISM_CONFIG_TP_SIZE", "1") != "1":
+                raise InputError(
+                    "The launch file sets parallelism_config_tp_size, but layers whose weights are sharded are not "
+                    "split here; set it to 1, or use the strategy file tp."
+                )
             offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
             name = together or ("hsdp" if replicas > 1 else "fsdp2")
             name += "_offload" if offload else ""
         elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             name = _zero_name()
         elif environ.get("ACCELERATE_USE_MEGATRON_LM") == "true":
-            name, stages, experts = _megatron()
+            name, sizes = _megatron()
         else:
             name = "ddp" if "LOCAL_RANK" in environ else "single"
         rehearsal = not torch.cuda.is_available()
@@ -70,14 +79,13 @@ class Strategy:
             mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION") or native_precision(),
             rehearsal=rehearsal,
             context=context,
-            stages=stages,
-            experts=experts,
+            **sizes,
         )
 
     @property
     def data_processes(self) -> int:
         """Processes, or groups of them, that compute different rows."""
-        return max(1, self.world_size // self.context // self.stages)
+        return max(1, self.world_size // self.context // self.stages // self.tensor)
 
     @property
     def data_share(self) -> dict[str, int]:
@@ -87,7 +95,12 @@ class Strategy:
     @property
     def shares(self) -> list[int]:
         """Which share of the rows each process computes: those of a row have the same."""
-        return [rank // self.context % self.data_processes for rank in range(self.world_size)]
+        return [rank // (self.context * self.tensor) % self.data_processes for rank in range(self.world_size)]
+
+    @property
+    def noise(self) -> int:
+        """By which the random numbers of a step differ: processes that compute the same draw the same."""
+        return self.rank // self.tensor
 
     @property
     def stage(self) -> int:
@@ -105,9 +118,14 @@ class Strategy:
         return self.rank % self.shards
 
     @property
+    def takes_parts(self) -> bool:
+        """Each process leaves a part of the model that it has loaded."""
+        return self.name in IN_PARTS
+
+    @property
     def keeps_parameters(self) -> bool:
         """What the optimizer steps are the model's own parameters, which no framework shards."""
-        return self.name in ("single", "ddp", "pp", "ep")
+        return self.name in ("single", "ddp") or self.takes_parts
 
     @property
     def is_fsdp(self) -> bool:
@@ -135,63 +153,55 @@ def _together() -> tuple[str, int]:
         InputError: if it is asked for with what it does not work with.
     """
     environ = os.environ
-    sizes = {name: int(environ.get(f"PARALLELISM_CONFIG_{key.upper()}", "1")) for name, key in TOGETHER.items()}
-    asked = [name for name, size in sizes.items() if size > 1]
+    asked = _asked(TOGETHER)
     if not asked:
         return "", 1
     name, *others = asked
-    key = _flag(name)
+    key = SIZES[name].key
     if others:
         raise InputError(
-            f"The launch file sets {key} to {sizes[name]} and {_flag(others[0])} to {sizes[others[0]]}, but processes "
-            "spread rows in one of these ways; set the other to 1."
+            f"The launch file sets {key} to {asked[name]} and {SIZES[others[0]].key} to {asked[others[0]]}, but "
+            "processes spread rows in one of these ways; set the other to 1."
         )
     if environ.get("ACCELERATE_USE_FSDP") != "true":
         raise InputError(
-            f"The launch file sets {key} to {sizes[name]}, but not distributed_type to FSDP, without which processes "
+            f"The launch file sets {key} to {asked[name]}, but not distributed_type to FSDP, without which processes "
             f"do not share rows here; use the strategy file {name}, or set {key} to 1."
         )
     if environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1":
         raise InputError(
-            f"The launch file asks for replicas and sets {key} to {sizes[name]}, but {name} shards weights over all "
+            f"The launch file asks for replicas and sets {key} to {asked[name]}, but {name} shards weights over all "
             f"processes; set parallelism_config_dp_replicate_size to 1, or {key} to 1."
         )
     if environ.get("FSDP_OFFLOAD_PARAMS") == "true":
         raise InputError(
-            f"The launch file sets fsdp_offload_params to true and {key} to {sizes[name]}, but {name} keeps weights on "
+            f"The launch file sets fsdp_offload_params to true and {key} to {asked[name]}, but {name} keeps weights on "
             "the GPUs; set fsdp_offload_params to false, or use the strategy file fsdp2_offload."
         )
-    return name, sizes[name]
+    return name, asked[name]
 
 
-def _megatron() -> tuple[str, int, int]:
-    """The strategy that is asked for by the keys of Megatron-LM; its stages, and the processes that share experts.
+def _megatron() -> tuple[str, dict[str, int]]:
+    """The strategy that is asked for by the keys of Megatron-LM, and its size by the name of its field.
 
     Raises:
         InputError: if it is asked for with what it does not work with.
     """
-    if os.environ.get("MEGATRON_LM_TP_DEGREE", "1") != "1":
-        raise InputError(
-            "The launch file sets megatron_lm_tp_degree, but single layers are not split over GPUs here; set it to 1."
-        )
-    keys = "PP_DEGREE", "EXPERT_MODEL_PARALLEL_SIZE"
-    stages, experts = (int(os.environ.get(f"MEGATRON_LM_{key}", "1")) for key in keys)
-    if stages > 1 and experts > 1:
-        raise InputError(
-            f"The launch file sets megatron_lm_pp_degree to {stages} and megatron_lm_expert_model_parallel_size to "
-            f"{experts}, but the experts of a pipeline are not shared here; set one of them to 1."
-        )
-    if stages < 2 and experts < 2:
-        raise InputError(
-            "The launch file asks for a pipeline of one stage; set megatron_lm_pp_degree (strategy file pp) or "
-            "megatron_lm_expert_model_parallel_size (strategy file ep) to 2 or more."
-        )
-    return ("pp" if stages > 1 else "ep"), stages, experts
+    asked = _asked(IN_PARTS)
+    if len(asked) > 1:
+        found = " and ".join(f"{SIZES[name].key} to {size}" for name, size in asked.items())
+        raise InputError(f"The launch file sets {found}, which do not go together here; set all but one of them to 1.")
+    if not asked:
+        keys = " or ".join(f"{SIZES[name].key} (strategy file {name})" for name in IN_PARTS)
+        raise InputError(f"The launch file asks for a pipeline of one stage; set {keys} to 2 or more.")
+    ((name, size),) = asked.items()
+    return name, {SIZES[name].field: size}
 
 
-def _flag(name: str) -> str:
-    """The launch file's key for how many processes compute a row."""
-    return f"parallelism_config_{TOGETHER[name]}"
+def _asked(strategies: Iterable[str]) -> dict[str, int]:
+    """The sizes of those of some strategies that are asked for: by more than one process."""
+    sizes = {name: int(os.environ.get(SIZES[name].key.upper(), "1")) for name in strategies}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def _zero_name() -> str:
@@ -235,6 +245,7 @@ def describe(strategy: Strategy) -> str:
     processes += f", {strategy.context} for each row" if strategy.context > 1 else ""
     processes += f", {strategy.stages} stages" if strategy.stages > 1 else ""
     processes += f", {strategy.experts} for the experts" if strategy.experts > 1 else ""
+    processes += f", {strategy.tensor} for each layer" if strategy.tensor > 1 else ""
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
@@ -263,12 +274,17 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
     if processes % strategy.context:
         found.append(
             f"{strategy.name} has each row computed by {strategy.context} processes, but it was launched with "
-            f"{processes}; launch a multiple of {strategy.context}, or set --{_flag(strategy.name)}."
+            f"{processes}; launch a multiple of {strategy.context}, or set --{SIZES[strategy.name].key}."
         )
     if processes % strategy.stages:
         found.append(
             f"pp has {strategy.stages} stages, but it was launched with {processes} processes; launch a multiple of "
             f"{strategy.stages}, or set --megatron_lm_pp_degree."
+        )
+    if processes % strategy.tensor:
+        found.append(
+            f"tp splits each layer over {strategy.tensor} processes, but it was launched with {processes}; launch a "
+            f"multiple of {strategy.tensor}, or set --megatron_lm_tp_degree."
         )
     if processes % strategy.experts:
         found.append(

@@ -17,7 +17,7 @@ from finetune.units import GIB
 def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes: int) -> torch.device:
     """Device that quantised weights are read to: the GPU if it has room for all of them.
 
-    FSDP can also shard them from host memory, and a pipeline take its layers from there.
+    FSDP can also shard them from host memory, and parts of the model can be taken from there.
 
     Args:
         quantised_bytes: of the whole model; 0 if it is not quantised.
@@ -28,7 +28,7 @@ def loading_device(accelerator: Accelerator, strategy: Strategy, quantised_bytes
     if strategy.rehearsal:
         return accelerator.device
     free = torch.cuda.mem_get_info(accelerator.device)[0]
-    from_host = strategy.is_fsdp or strategy.stages > 1
+    from_host = strategy.is_fsdp or strategy.takes_parts
     needed = 2 * quantised_bytes if strategy.is_fsdp else quantised_bytes  # whole beside its shards, for a moment
     if needed < 0.9 * free:
         return accelerator.device
@@ -80,8 +80,8 @@ def counts(accelerator: Accelerator, strategy: Strategy, *, quantised: bool) -> 
 
     All strategies give every process the first one's weights, when the model is prepared; but under FSDP each process
     cuts its shards from its own, where Accelerate does not load on the first one alone, as of a model in 4 bits. So
-    does each stage of a pipeline.
+    does each process that takes a part of the model.
     """
-    if accelerator.is_main_process or strategy.stages > 1:
+    if accelerator.is_main_process or strategy.takes_parts:
         return True
     return strategy.is_fsdp and (quantised or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)

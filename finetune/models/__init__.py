@@ -9,6 +9,7 @@ config.json, without PyTorch), ``weights`` (whether they are the model's), ``qua
 ``adapter_start`` (what its matrices begin with), ``continued_adapter``, ``attention``, ``context_attention`` (rows
 that several processes compute together), ``document_attention`` (without a GPU) and ``packing_support`` (documents
 that lie end to end), ``pipeline_stages`` (which modules each has), ``stage_cuts`` (where layers are cut into them,
-without PyTorch), ``interleaving`` (of several parts on each stage, without PyTorch), ``routers`` (of mixtures of
-experts), ``expert_layers`` (experts that processes share), ``exchange`` (what they send one another), ``flops``.
+without PyTorch), ``interleaving`` (of several parts on each stage, without PyTorch), ``tensor_plan`` (how layers are
+split over processes), ``tensor_layers`` (what these exchange), ``routers`` (of mixtures of experts),
+``expert_layers`` (experts that processes share), ``exchange`` (what they send one another), ``flops``.
 """

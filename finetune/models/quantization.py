@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
+from finetune.models.tensor_plan import Split, take_flat
+
 
 def stored_bits(config: PreTrainedConfig) -> int | None:
     """Bits of a model that was published quantised with bitsandbytes; None if it is not quantised."""
@@ -119,6 +121,28 @@ def quantize(model: PreTrainedModel, bits: int, dtype: torch.dtype, device: torc
         new.bias = layer.bias
         new.requires_grad_(False)
         model.set_submodule(name, new)
+
+
+@torch.no_grad()
+def take_part(layer: Any, split: Split, part: int) -> torch.Tensor:
+    """One part of a layer's weights in 4 bits, packed; the layer has the scales of this part from here on.
+
+    They are no longer quantised themselves: those of a part are not the blocks in which they were. The weights are the
+    same to the bit.
+    """
+    import bitsandbytes.functional as quantisation
+
+    weight, state = layer.weight, layer.weight.quant_state
+    scales = state.absmax
+    if state.nested:
+        scales = quantisation.dequantize_blockwise(scales, state.state2).float() + state.offset
+    stretches, shape = split.stretches(state.shape), list(state.shape)
+    shape[split.dim] //= split.parts
+    own = take_flat(scales.view(-1), part, split.parts, stretches)
+    kept = {"code": state.code, "blocksize": state.blocksize, "quant_type": state.quant_type, "dtype": state.dtype}
+    weight.quant_state = layer.quant_state = quantisation.QuantState(own, torch.Size(shape), **kept)
+    packed = take_flat(weight.data.view(-1).view(torch.uint8), part, split.parts, stretches)
+    return packed.view(weight.dtype).view(-1, 1)
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from finetune.config.compatibility import (
+    SIZES,
     TOGETHER,
     averaging_problems,
     bf16_weights_problems,
@@ -20,8 +21,10 @@ from finetune.config.compatibility import (
     pipeline_problems,
     reference_problems,
     refusal,
+    split_problems,
     spread_problems,
     stage_problems,
+    tensor_problems,
 )
 from finetune.config.refusals import batch_problems, recomputation_problems
 from finetune.errors import InputError, RunStopped
@@ -30,7 +33,7 @@ from finetune.planner.changes import with_8_bit_state, with_bf16_weights
 from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
-from finetune.trace.placement import placement_of, world_sizes_problem
+from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import Method, Setting
 
 SAME_SETTING_SPEED = 0.01
@@ -63,7 +66,7 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
             continue
         for method in question.methods:
             for sizes in splits(strategy, question.machines, question.model.anatomy.layers) or [{}]:
-                parts = question.base.parts if strategy == "pp" else 1
+                parts = question.base.parts if "stages" in sizes else 1
                 how: dict[str, Any] = {"strategy": strategy, "parts": parts, **sizes}
                 base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
                 if why := why_not(question.model, base) or _too_few_rows(question, base):
@@ -84,15 +87,23 @@ def _too_few_rows(question: Question, base: Setting) -> str | None:
 
 
 def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, int]]:
-    """The sizes that a strategy leaves open: GPUs that compute each row together, or the stages of a pipeline.
+    """The sizes that a strategy leaves open: GPUs that compute each row together or split each layer, or the stages of
+    a pipeline.
 
     Args:
         layers: of the model.
     """
-    if strategy == "pp":
-        world_size = machines.world_size
-        return [{"stages": each} for each in range(2, min(world_size, layers) + 1) if world_size % each == 0]
-    return [{"context": each} for each in contexts(strategy, machines)]
+    if strategy not in SIZES:
+        return [{}]
+    field, world_size = SIZES[strategy].field, machines.world_size
+    if field == "stages":
+        found = [each for each in range(2, min(world_size, layers) + 1) if world_size % each == 0]
+    elif field == "tensor":
+        inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
+        found = [each for each in SPLITS if each <= inside and world_size % each == 0]
+    else:
+        found = contexts(strategy, machines)
+    return [{field: each} for each in found]
 
 
 def contexts(strategy: str, machines: Machines) -> list[int]:
@@ -113,7 +124,7 @@ def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool
         return strategy != "cp" or row_tokens < LONG_ROW_TOKENS or machines.world_size == 1
     placement = placement_of(strategy, machines.world_size)
     if machines.world_size == 1:
-        return strategy == "pp" or (placement.framework != "plain" and placement.optimizer_on == "gpu")
+        return placement.framework != "plain" and placement.optimizer_on == "gpu"
     return machines.nodes == 1 and placement.framework == "fully_shard" and placement.replicas > 1
 
 
@@ -125,7 +136,8 @@ def why_not(model: Model, setting: Setting) -> str | None:
             "take its 16-bit version."
         )
     return (
-        world_sizes_problem(setting.strategy, setting.world_size, setting.context, setting.stages)
+        world_sizes_problem(setting.strategy, setting.world_size, setting.context, setting.stages, setting.tensor)
+        or next(iter(_tensor_problems(model, setting)), None)
         or next(iter(_pipeline_problems(model, setting)), None)
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
@@ -152,6 +164,17 @@ def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
 def _fp8_problems(setting: Setting) -> list[str]:
     how = {"strategy": setting.strategy, "bits": setting.bits, "precision": setting.precision}
     return fp8_problems(setting.fp8, **how, capability=None)  # type: ignore[arg-type]
+
+
+def _tensor_problems(model: Model, setting: Setting) -> list[str]:
+    if setting.tensor == 1:
+        return []
+    reasons = [
+        reason
+        for parts, bits, reason in model.anatomy.not_split
+        if (parts, bits) == (setting.tensor, None if setting.bits is None else 4)
+    ]
+    return split_problems(reasons, []) + tensor_problems(setting.strategy, precision=setting.precision)
 
 
 def _context_problems(model: Model, setting: Setting) -> list[str]:
@@ -192,7 +215,7 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
 
 
 def _launch(setting: Setting) -> dict[str, Any]:
-    return {name: getattr(setting, name) for name in ("strategy", "context", "stages", "parts")}
+    return {name: getattr(setting, name) for name in ("strategy", "context", "stages", "parts", "tensor")}
 
 
 def _could_fit(row: Row) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import TOGETHER, bf16_weights_problems
+from finetune.config.compatibility import SIZES, bf16_weights_problems
 from finetune.trace.placement import PLANNED, placement_of
 from finetune.trace.setting import Setting
 
@@ -74,14 +74,16 @@ def sharded(setting: Setting) -> list[Setting]:
     if setting.stages > 1:
         deeper = [each for each in range(setting.stages + 1, setting.world_size + 1) if setting.world_size % each == 0]
         found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
-        if setting.accumulation % setting.stages:  # too few rows for as many processes as there are GPUs
-            return found
-    for strategy in (each for each in PLANNED if each not in TOGETHER and each != "pp"):
+    together = setting.stages * setting.tensor
+    if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
+        return found
+    apart = replace(setting, stages=1, parts=1, tensor=1, accumulation=setting.accumulation // together)
+    for strategy in (each for each in PLANNED if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
         if there.optimizer_on == "gpu" and (more > less or (more == less and here.optimizer_on != "gpu")):
-            found.append(replace(_with_stages(setting, 1), strategy=strategy))
+            found.append(replace(apart, strategy=strategy))
     return found
 
 
@@ -93,7 +95,7 @@ def _with_stages(setting: Setting, stages: int) -> Setting:
 
 def spread(setting: Setting) -> list[Setting]:
     """With each row computed by 2, 4 or 8 of the GPUs, where the rows of a step are enough for all."""
-    if setting.context > 1 or setting.stages > 1:
+    if max(setting.context, setting.stages, setting.tensor) > 1:
         return []
     sizes = [number for number in (2, 4, 8) if setting.world_size % number == 0]
     return [

@@ -14,6 +14,7 @@ from typing import Literal
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
 from finetune.planner.pipelines import Stage, computed, sent_bytes, trained_share
+from finetune.trace.layers import Anatomy
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import Sent, Step
@@ -89,12 +90,51 @@ def pipeline_transfers(
     if replicas > 1:
         largest = max(trained_share(step, stage) for stage in stages)
         elements = largest * sum(count * math.prod(shape) for shape, count in step.trained().items())
-        gradients = elements * (2 if setting.weights == "bf16" else 4)
-        gb_per_second, latency = _route(machines, replicas, 1)
-        moved, calls = 2 * (replicas - 1) / replicas * gradients, max(1.0, gradients / BUCKET_BYTES)
-        seconds = moved / (gb_per_second * 1e9) + 2 * latency * calls
-        found.append(Transfer("all-reduce over replicas", "step", moved, calls, seconds, overlaps=False))
+        found.append(_over_replicas(elements, setting, *_route(machines, replicas, 1), replicas))
     return tuple(found)
+
+
+def tensor_transfers(step: Step, setting: Setting, machines: Machines, anatomy: Anatomy) -> tuple[Transfer, ...]:
+    """What GPUs that split layers send in an optimizer step: to one another, within each layer, and to their replicas.
+
+    Forward, hidden states are added up after attention and after the MLP, and once for the embeddings; backward, their
+    gradients before both, and once before the head (arXiv:1909.08053, section 3). Scores are put together. A layer that
+    is recomputed adds up again. All wait for it.
+
+    Args:
+        step: of the part of one GPU.
+        anatomy: of the whole model.
+    """
+    size, times, layers = setting.tensor, setting.accumulation, anatomy.layers
+    width = 4 if setting.precision == "no" else 2
+    again = (setting.recomputed_layers or layers) if setting.activation_checkpointing else 0
+    vocabulary = dict(anatomy.sizes)["vocab_size"]
+    gb_per_second, latency = _route(machines, size, 1)
+
+    def sums(what: str, when: When, elements: int, count: int, *, both_ways: int = 2) -> Transfer:
+        calls = float(count * times)
+        moved = both_ways * (size - 1) / size * setting.tokens * elements * width * calls
+        seconds = moved / (gb_per_second * 1e9) + both_ways * latency * calls
+        return Transfer(what, when, moved, calls, seconds, overlaps=False)
+
+    found = [
+        sums("all-reduce of hidden states", "forward", anatomy.width, 2 * layers + 1),
+        sums("all-gather of scores", "forward", vocabulary, 1, both_ways=1),
+        sums("all-reduce of gradients of hidden states", "backward", anatomy.width, 2 * layers + 1),
+        sums("all-reduce of hidden states, recomputed", "backward", anatomy.width, 2 * again),
+    ]
+    if (replicas := setting.data_processes) > 1:
+        elements = sum(count * math.prod(shape) for shape, count in step.trained().items())
+        found.append(_over_replicas(elements, setting, *_route(machines, replicas, size), replicas))
+    return tuple(each for each in found if each.bytes)
+
+
+def _over_replicas(elements: float, setting: Setting, gb_per_second: float, latency: float, replicas: int) -> Transfer:
+    """Gradients of so many weights, once in a step, beside no computation."""
+    gradients = elements * (2 if setting.weights == "bf16" else 4)
+    moved, calls = 2 * (replicas - 1) / replicas * gradients, max(1.0, gradients / BUCKET_BYTES)
+    seconds = moved / (gb_per_second * 1e9) + 2 * latency * calls
+    return Transfer("all-reduce over replicas", "step", moved, calls, seconds, overlaps=False)
 
 
 def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) -> Transfer:

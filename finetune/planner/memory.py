@@ -68,6 +68,8 @@ class StepMemory:
 def step_memory(step: Step, setting: Setting, anatomy: Anatomy, *, large_workspaces: bool = True) -> StepMemory:
     """The second optimizer step of a run on the first of its processes; of a pipeline on the stage that needs most.
 
+    Under tensor parallelism it is traced of the part of the model that each process has.
+
     Args:
         step: of ``Model.step``.
         large_workspaces: of matrix products, as on Hopper and later.
@@ -177,7 +179,7 @@ def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_m
     if setting.bits is not None:
         quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters
         largest = compute * anatomy.largest_parameter
-        from_host = place.framework == "fully_shard" or setting.stages > 1
+        from_host = place.framework == "fully_shard" or setting.stages > 1 or setting.tensor > 1
         loading = (quantised if from_host else largest) * processes_of_machine
     if place.optimizer_on == "gpu":
         return math.ceil(loading)

@@ -1,6 +1,7 @@
 """A model that is asked about: its sizes, and what its steps take by their traces."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from finetune.hardware.cards import Machines
@@ -56,4 +57,6 @@ class Model:
 
     def checkpoint_bytes(self, setting: Setting) -> int:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""
+        if setting.tensor > 1:  # whole weights, which no process has
+            setting = replace(setting, strategy="single", world_size=1, tensor=1)
         return memory.checkpoint_bytes(self.tracer.step(setting), setting)

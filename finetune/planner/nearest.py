@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.config.compatibility import TOGETHER
+from finetune.config.compatibility import SIZES, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (
@@ -47,10 +47,9 @@ class Nearest:
         """As part of a sentence: set a to b and c to d, and launch with e."""
         parts = [f"{key} to {value}" for key, value in self.changes.items()]
         launch = f"launch with accelerate_configs/{self.strategy}.yaml" if self.strategy else ""
-        if self.strategy and (key := TOGETHER.get(self.strategy)):
-            launch += f" --parallelism_config_{key} {self.row.setting.context}"
-        if self.row.setting.stages > 1:
-            launch += f" --megatron_lm_pp_degree {self.row.setting.stages}"
+        setting = self.row.setting
+        if (size := SIZES.get(setting.strategy)) and (self.strategy or setting.strategy not in TOGETHER):
+            launch += f" --{size.key} {getattr(setting, size.field)}"
         joined = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
         return ", and ".join(part for part in (f"set {joined}" if parts else "", launch) if part)
 
@@ -104,7 +103,7 @@ def _fitting(
 
 def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     """Whether it is possible, under a strategy that has something to win."""
-    is_other = setting.strategy != start.strategy and setting.context == setting.stages == 1
+    is_other = setting.strategy != start.strategy and setting.context == setting.stages == setting.tensor == 1
     if is_other and is_pointless(setting.strategy, question.machines):
         return False
     return why_not(question.model, setting) is None

@@ -58,7 +58,7 @@ def _simplicity(row: Row) -> tuple[int, int, bool, float, float]:
     setting = row.setting
     return (
         SIMPLEST_FIRST.index(setting.strategy),
-        setting.context * setting.stages,
+        setting.context * setting.stages * setting.tensor,
         setting.bits is not None,
         -row.time.tokens_per_second,
         _share(row),

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from finetune.hardware.cards import Gpu, Machines, stand_in
 from finetune.hardware.rates import Rates, rates_of
 from finetune.planner import pipelines
-from finetune.planner.communication import Transfer, pipeline_transfers, transfers
+from finetune.planner.communication import Transfer, pipeline_transfers, tensor_transfers, transfers
 from finetune.trace.layers import Anatomy
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
@@ -145,7 +145,9 @@ def step_time(
     }
     traced = step.micro_batches
     forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
-    sent = transfers(step, setting, replace(machines, gpu=gpu), rates)
+    known = replace(machines, gpu=gpu)
+    splits = setting.tensor > 1
+    sent = tensor_transfers(step, setting, known, anatomy) if splits else transfers(step, setting, known, rates)
     communication, offload = _exposed(sent, forward, backward, setting)
     micro = setting.accumulation / traced
     every = [passes["forward"]] * setting.forward_passes + [passes["backward"]]
@@ -160,7 +162,7 @@ def step_time(
             offload=offload,
             optimizer=optimizer,
         ),
-        tokens=setting.tokens * setting.accumulation * setting.world_size,
+        tokens=setting.tokens * setting.accumulation * setting.world_size // setting.tensor,
         model_flops=micro * useful_flops(step, micro_batch, attended),
         peak_flops=(gpu.tflops or 0.0) * 1e12,
         transfers=sent,

@@ -63,6 +63,7 @@ def agree(cfg: sections.Run, launch: Strategy, inputs: Mapping[str, str | None])
     settings |= {"the number of processes that compute a row": launch.context}
     settings |= {"the number of stages": launch.stages}
     settings |= {"the number of processes that share experts": launch.experts}
+    settings |= {"the number of processes that split a layer": launch.tensor}
     known = run_files.environment()
     # without builds, such as +cpu, which go with a machine's hardware
     versions = {name: version.partition("+")[0] for name, version in known["packages"].items()}

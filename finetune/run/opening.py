@@ -116,6 +116,7 @@ def new_record(
     known = {"eval": dataset.figures([held_out])} if held_out else {}
     together = {"processes_of_a_row": launch.context} if launch.context > 1 else {}
     together |= {"stages": launch.stages} if launch.stages > 1 else {}
+    together |= {"processes_of_a_layer": launch.tensor} if launch.tensor > 1 else {}
     together |= {"processes_of_the_experts": launch.experts} if launch.experts > 1 else {}
     if isinstance(batches, Batches):
         mixes = batches.mixes if isinstance(batches, Staged) else [batches]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
@@ -23,8 +24,10 @@ from finetune.config.compatibility import (
     heads_problems,
     pipeline_problems,
     router_problems,
+    split_problems,
     spread_problems,
     stage_problems,
+    tensor_problems,
 )
 from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
@@ -54,6 +57,7 @@ from finetune.models import (
     quantization,
     recomputation,
     routers,
+    tensor_plan,
     weights,
 )
 from finetune.models.spec import ModelSpec
@@ -96,6 +100,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             precision=launch.mixed_precision,
         )
         + _fp8_problems(cfg, launch, bits)
+        + tensor_problems(launch.name, precision=launch.mixed_precision)
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)
@@ -126,9 +131,21 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
         + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
-    skeleton = spec.skeleton
+    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton))
+    refuse_if_any(_part_problems(cfg, launch, spec))
+    if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
+        weight_files(spec, cfg.adapter)
+    if cfg.adapter.type != "none":
+        _check_adapter(cfg, spec)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        asking.get_ready()
+    return spec
+
+
+def _layer_problems(cfg: sections.Run, launch: distributed.Strategy, skeleton: PreTrainedModel) -> list[str]:
+    """What the model's layers do not allow."""
     asked = cfg.train.router_aux_loss_coef
-    refuse_if_any(
+    return (
         (fp8.problems(skeleton) if cfg.model.fp8 else [])
         + recomputation.problems(skeleton, cfg.train.recomputed_layers)
         + router_problems(
@@ -139,33 +156,44 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             paired=isinstance(cfg, PairedRun),
         )
     )
+
+
+def _part_problems(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> list[str]:
+    """Why the model cannot be divided into the parts that the launch asks for."""
+    skeleton, found = spec.skeleton, list[str]()
+    name = type(skeleton).__name__
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
-        refuse_if_any(stage_problems(type(skeleton).__name__, layers, launch.stages, cfg.train.pipeline_parts))
+        found += stage_problems(name, layers, launch.stages, cfg.train.pipeline_parts)
+    if launch.tensor > 1:
+        saved = sorted(tensor_plan.split_names(skeleton) & set(cfg.adapter.modules_to_save))
+        reasons = list(tensor_plan.why_not(skeleton, launch.tensor, bits=spec.quantised_bits))
+        found += split_problems(reasons, saved)
+    if launch.experts > 1:
+        experts = expert_layers.experts_of(skeleton)
+        found += expert_problems(name, experts, launch.experts, launch.mixed_precision)
+    return found
+
+
+def _check_adapter(cfg: sections.Run, spec: ModelSpec) -> None:
+    """Refuse an adapter that the model cannot have.
+
+    Raises:
+        InputError: with every problem of the first kind that has some.
+    """
+    skeleton, new = spec.skeleton, spec.new_tokens
     refuse_if_any(
-        expert_problems(
-            type(skeleton).__name__, expert_layers.experts_of(skeleton), launch.experts, launch.mixed_precision
+        adapters.problems(
+            skeleton,
+            targets=cfg.adapter.targets,
+            modules_to_save=cfg.adapter.modules_to_save,
+            quantised=spec.quantised_bits is not None,
+            patterns={"rank_pattern": cfg.adapter.rank_pattern, "alpha_pattern": cfg.adapter.alpha_pattern},
         )
+        + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
     )
-    if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
-        weight_files(spec, cfg.adapter)
-    if cfg.adapter.type != "none":
-        refuse_if_any(
-            adapters.problems(
-                skeleton,
-                targets=cfg.adapter.targets,
-                modules_to_save=cfg.adapter.modules_to_save,
-                quantised=spec.quantised_bits is not None,
-                patterns={"rank_pattern": cfg.adapter.rank_pattern, "alpha_pattern": cfg.adapter.alpha_pattern},
-            )
-            + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
-        )
-        new = spec.new_tokens
-        refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
-        refuse_if_any(adapter_start.problems(skeleton, cfg.adapter, files=None))
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        asking.get_ready()
-    return spec
+    refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
+    refuse_if_any(adapter_start.problems(skeleton, cfg.adapter, files=None))
 
 
 def configuration_problems(cfg: sections.Run) -> list[str]:

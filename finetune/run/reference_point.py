@@ -29,12 +29,7 @@ def know_reference_point(learnt: Preferences, session: Session, batch: Batch) ->
     batches, accelerator = session.batches, session.accelerator
     assert isinstance(batches, Batches)
     sums = torch.zeros(2, device=accelerator.device)
-    for places in micro_batches(
-        batch.places,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        micro_batch_size=batches.micro_batch_size,
-    ):
+    for places in micro_batches(batch.places, micro_batch_size=batches.micro_batch_size, **session.share):
         pairs = [[] if place == EMPTY else [mismatched(batches, place), NOTHING] for place in places]
         micro_batch: Any = session.collate(pairs, accelerator.device)
         sums += learnt.added(session.model, micro_batch)

@@ -18,6 +18,7 @@ from finetune.models import continued_adapter, loading
 from finetune.run.reference_point import both_answers
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
+from finetune.training.evaluation import of_each_share
 from finetune.training.preferences import reference_answers
 from finetune.units import spoken
 
@@ -71,7 +72,7 @@ def _computed(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pairs of which nothing is known, some at a time, and log-probabilities of their answers, of shape (pairs, 2)."""
     accelerator, size, collate = session.accelerator, session.batches.micro_batch_size, session.collate
-    processes = accelerator.num_processes
+    share, processes = session.share["rank"], session.share["world_size"]
     assert inputs.references is not None
     is_judged = isinstance(inputs, Batches) and bool((inputs.rows.trained_tokens == 0).any())
     documents = partial(both_answers, inputs) if is_judged else inputs.documents
@@ -81,15 +82,15 @@ def _computed(
     order += [EMPTY] * (-len(order) % (size * processes))
     order = dealt_batch(order, inputs.lengths, size, flat=inputs.flat)
     shares = [micro_batches(order, rank=i, world_size=processes, micro_batch_size=size) for i in range(processes)]
-    own = shares[accelerator.process_index]
+    own = shares[share]
     for first in range(0, len(own), AT_ONCE):
         values = list[torch.Tensor]()
         for number, places in enumerate(own[first : first + AT_ONCE], start=first):
             tell("Computing what the reference model says of the answers", 2 * size * processes * number)
             batch: Any = collate(list(map(documents, places)), accelerator.device)
             values.append(reference_answers(session.model, batch))
-        found = accelerator.gather(torch.stack(values).float()[None]).cpu().numpy()
-        pairs = np.array([share[first : first + AT_ONCE] for share in shares])
+        found = of_each_share(accelerator, session.model, torch.stack(values).float())
+        pairs = np.array([each[first : first + AT_ONCE] for each in shares])
         yield pairs[pairs != EMPTY], found[pairs != EMPTY]
 
 

@@ -273,7 +273,7 @@ class Session:
                 self.screen.say(improvement.describe_stop(self.cfg.eval, self.progress))
                 return
             # of dropout, for example: other ones on each process
-            torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.rank))
+            torch.manual_seed(seed_of(self.cfg.train.seed, step, self.launch.noise))
             self.step, self.interruption.heartbeat.doing = step, f"step {step}"
             yield step
             step_is_over()

@@ -127,7 +127,7 @@ def _plan(
     )
     return planner.plan_run(
         model,
-        replace(setting, strategy=launch.name, context=launch.context, stages=launch.stages),
+        replace(setting, strategy=launch.name, context=launch.context, stages=launch.stages, tensor=launch.tensor),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
         mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens * (1 + batches.paired),

@@ -5,9 +5,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import packing_support, pipeline_stages
+from finetune.models import packing_support, pipeline_stages, tensor_plan
 from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
+from finetune.trace.placement import SPLITS
+from finetune.trace.tensor_parts import DIVIDED
 
 OF_A_PLACE = {"layer_idx", "layer_index", "training"}
 """Attributes of modules that tell where a layer stands, and not what it is."""
@@ -42,7 +44,23 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         costs=tuple(pipeline_stages.costs_of(skeleton)),
         ties=head is not None and head.weight is skeleton.get_input_embeddings().weight,
         not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
+        sizes=_shared_sizes(text, skeleton) if config is text else (),
+        not_split=tuple(
+            (parts, bits, reason)
+            for parts in SPLITS
+            for bits in (None, 4)
+            for reason in list(tensor_plan.why_not(skeleton, parts, bits=bits))[:1]
+        ),
     )
+
+
+def _shared_sizes(text: PreTrainedConfig, skeleton: PreTrainedModel) -> tuple[tuple[str, int], ...]:
+    """By which a part of the model is one like it: not where outputs of a layer are put together again in it."""
+    if tensor_plan.puts_together(skeleton):
+        return ()
+    known = {key: getattr(text, key, None) for key in DIVIDED}
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (*((key, size) for key, size in known.items() if isinstance(size, int)), ("head_dim", head_size))
 
 
 def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:

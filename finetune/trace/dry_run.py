@@ -17,7 +17,7 @@ from finetune.compat.fake_tensors import FakeStore, answer_replicas
 from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
 from finetune.compat.torch_private import without_modes
-from finetune.config.compatibility import TOGETHER, refusal
+from finetune.config.compatibility import SIZES, refusal
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
@@ -107,8 +107,8 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{setting.strategy}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    if key := TOGETHER.get(setting.strategy):
-        os.environ[f"PARALLELISM_CONFIG_{key.upper()}"] = str(setting.context)
+    if size := SIZES.get(setting.strategy):
+        os.environ[size.key.upper()] = str(getattr(setting, size.field))
     is_distributed = setting.placement.framework != "plain"
     if is_distributed:
         place = {"RANK": rank, "WORLD_SIZE": setting.world_size}
@@ -176,9 +176,7 @@ def _trace(
 
     added: dict[str, Any] = {"label_smoothing": 0.1} if setting.smooths_labels else {}
     balance = RouterBalance.of(setting.router_aux_loss_coef, bare)
-    if balance.coefficient:
-        added["balance"] = balance.of_micro_batch
-        vars(next_tokens)["line_tokens"] = torch.full((setting.micro_batch_size,), setting.row_tokens)  # of padded rows
+    added |= {"balance": balance.of_micro_batch} if balance.coefficient else {}
 
     def loss_sum(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
         summed = loss.next_token_loss_sum(model, micro_batch, **added)
@@ -243,7 +241,9 @@ def _micro_batch(setting: Setting) -> tuple[torch.Tensor, dict[str, Any]]:
     """Every row of the longest length; flat, each a document of the one row."""
     if not setting.flat and setting.context == 1:
         shape = (setting.micro_batch_size, setting.row_tokens)
-        return torch.zeros(shape, dtype=torch.int64), {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+        labels: Any = torch.zeros(shape, dtype=torch.int64)
+        labels.line_tokens = torch.full((setting.micro_batch_size,), setting.row_tokens)
+        return labels, {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     with without_modes():  # the bounds of documents are read
         bounds = document_bounds([setting.own_row_tokens] * setting.micro_batch_size, torch.device("cpu"))
     return torch.zeros(1, setting.tokens, dtype=torch.int64), {

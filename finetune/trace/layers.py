@@ -41,6 +41,10 @@ class Anatomy:
     """Whether the embedding is the head's weight too."""
     not_spread: tuple[str, ...] = ()
     """Why positions of a row cannot be spread over processes, as clauses."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """That several GPUs share which split its layers (``trace.tensor_parts``); none where they share others as well."""
+    not_split: tuple[tuple[int, int | None, str], ...] = ()
+    """Why its layers cannot be split, as a clause: over so many GPUs, in so many bits."""
 
     def depths(self, least: int) -> tuple[int, int]:
         """Two numbers of layers to trace; twice all where these are less work.

@@ -7,12 +7,14 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import STRATEGIES, TOGETHER
+from finetune.config.compatibility import IN_PARTS, STRATEGIES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
 PLANNED = tuple(strategy for strategy in STRATEGIES if strategy != "ep")
 """Strategies that the planner knows. How many tokens the GPUs of ep get is for routers to say."""
+SPLITS = (2, 4, 8)
+"""Numbers of GPUs that may split each layer, inside a machine."""
 Place = Literal["gpu", "host", "disk"]
 
 
@@ -58,6 +60,7 @@ def placement_of(strategy: str, world_size: int) -> Placement:
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
         "pp": Placement(1, 1, 1, n, "replicated"),  # of a stage: how many there are is the setting's to say
+        "tp": Placement(1, 1, 1, n, "replicated"),  # of a part of each layer, likewise
         "fsdp2": Placement(n, n, n, 1, "fully_shard"),
         "fsdp2_offload": Placement(n, n, n, 1, "fully_shard", weights_on="host", optimizer_on="host"),
         "hsdp": Placement(shards, shards, shards, REPLICAS, "fully_shard"),
@@ -73,23 +76,29 @@ def placement_of(strategy: str, world_size: int) -> Placement:
 def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
     """The strategy that is traced in place of another, and its processes.
 
-    A stage's step follows from that of the whole model on one GPU (``planner.pipelines``).
+    A stage's step follows from that of the whole model on one GPU (``planner.pipelines``), and that of a part of each
+    layer is the step of a smaller model (``trace.tensor_parts``).
 
     ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
     gathers of other processes it fetches from the host then, also where there is one process alone.
     """
-    if strategy == "pp":
+    if strategy in IN_PARTS:
         return ("single", 1)
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
-def world_sizes_problem(strategy: str, world_size: int, context: int = 1, stages: int = 1) -> str | None:
+def world_sizes_problem(
+    strategy: str, world_size: int, context: int = 1, stages: int = 1, tensor: int = 1
+) -> str | None:
     """Why a strategy cannot run on so many GPUs, as a sentence; None if it can.
 
     Args:
         context: GPUs that compute each row together.
         stages: of a pipeline.
+        tensor: GPUs that split each layer.
     """
+    if strategy == "tp" and (tensor == 1 or world_size % tensor):
+        return f"tp splits each layer over {max(2, tensor)} GPUs; take a multiple of them."
     if strategy == "pp" and (stages == 1 or world_size % stages):
         return f"pp has {max(2, stages)} stages, each on GPUs of its own; take a multiple of {max(2, stages)} GPUs."
     if strategy in TOGETHER and (context == 1 or world_size % context):

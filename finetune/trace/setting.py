@@ -94,6 +94,8 @@ class Setting:
     """Of a pipeline, each on GPUs of its own."""
     parts: int = 1
     """Of the layers that each stage of a pipeline has."""
+    tensor: int = 1
+    """GPUs that split each layer, and compute the same rows."""
 
     @classmethod
     def of(
@@ -159,8 +161,8 @@ class Setting:
 
     @property
     def launched(self) -> str:
-        """Its strategy, with the GPUs of each row, or with its stages."""
-        size = max(self.context, self.stages)
+        """Its strategy, with the GPUs of each row or layer, or with its stages."""
+        size = max(self.context, self.stages, self.tensor)
         return f"{self.strategy} {size}" if size > 1 else self.strategy
 
     @property
@@ -206,7 +208,7 @@ class Setting:
     @property
     def data_processes(self) -> int:
         """GPUs, or groups of them, that compute different rows."""
-        return self.world_size // self.context // self.stages
+        return self.world_size // self.context // self.stages // self.tensor
 
     @property
     def own_row_tokens(self) -> int:

@@ -28,6 +28,7 @@ from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
 from finetune.trace.setting import Setting, frozen
 from finetune.trace.shallow import Depth, Step, depth_of
+from finetune.trace.tensor_parts import part_config
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 """Whose versions a trace depends on."""
@@ -61,6 +62,7 @@ def key_setting(setting: Setting) -> Setting:
         accumulation=micro_batches,
         stages=1,
         parts=1,
+        tensor=1,
         paired=False,
         embedding_noise=False,
         one_kernel=setting.one_kernel or setting.weights != "bf16" or setting.optimizer != "adamw",
@@ -104,14 +106,32 @@ class Tracer:
         self.on_progress = on_progress
         self.folder = folder or cache_folder() / OWN_NAME
         self._child: Child | None = None
+        self._parts: dict[int, Tracer] = {}
         self._steps: dict[Setting, Step | InputError | RunStopped] = {}
 
     def __enter__(self) -> "Tracer":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for part in self._parts.values():
+            part.__exit__(kind, error, trace)
         if self._child is not None:
             self._child.end()
+
+    def _of_part(self, parts: int) -> "Tracer":
+        """Of the model that each of so many GPUs computes which split its layers.
+
+        Raises:
+            InputError: if it is not one of these models.
+        """
+        if not self.anatomy.sizes:
+            raise InputError("The planner does not know how the layers of this model are split; use another strategy.")
+        if parts not in self._parts:
+            config = part_config(self.model_config, dict(self.anatomy.sizes), parts)
+            self._parts[parts] = Tracer(
+                config, row_tokens=self.row_tokens, on_progress=self.on_progress, folder=self.folder
+            )
+        return self._parts[parts]
 
     @property
     def anatomy(self) -> Anatomy:
@@ -153,6 +173,8 @@ class Tracer:
             InputError: if it cannot be trained, or not be traced.
             RunStopped: if the libraries here cannot be traced.
         """
+        if setting.tensor > 1:
+            return self._of_part(setting.tensor).step(replace(setting, tensor=1))
         self.prepare([setting])
         found = [self._steps[key] for key in key_settings(setting, self.anatomy.layers)]
         steps = [each for each in found if isinstance(each, Step)]
@@ -163,9 +185,15 @@ class Tracer:
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Trace settings together, as many at a time as there are cores. What cannot be traced is told by ``step``.
 
+        Where GPUs split layers, the whole model on one GPU as well: its weights are those of a checkpoint.
+
         Raises:
             RunStopped: if the child fails.
         """
+        if self.anatomy.sizes:
+            for parts in sorted({setting.tensor for setting in settings} - {1}):
+                own = [replace(setting, tensor=1) for setting in settings if setting.tensor == parts]
+                self._of_part(parts).prepare(own)
         keys = (key for setting in settings for key in key_settings(setting, self.anatomy.layers))
         wanted = dict.fromkeys(key for key in keys if key not in self._steps)
         places = [(key, layers) for key in wanted for layers in dict.fromkeys(self._depths(key))]

@@ -17,6 +17,7 @@ from finetune.data.encoding import Row
 from finetune.data.prompt_texts import room_problems
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
+from finetune.distributed.model_parts import part_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
@@ -84,11 +85,12 @@ def evaluate(
 
 
 def known_everywhere(objective: Objective, model: torch.nn.Module) -> Objective:
-    """The same, with figures of the same names on every process: in a pipeline only the last stage knows any."""
-    pipeline, own = pipeline_of(model), objective.figures
-    if pipeline is None or own is dict:
+    """The same, with figures of the same names on every process, which count once: in a pipeline only the last stage
+    knows any, and processes that split layers have the same."""
+    part, own = part_of(model), objective.figures
+    if part is None or own is dict:
         return objective
-    return replace(objective, figures=lambda: pipeline.figures(own()))
+    return replace(objective, figures=lambda: part.figures(own()))
 
 
 def answers(
@@ -170,23 +172,28 @@ def log_probabilities(
         asked = partial(documents.log_probabilities, model, own, accelerator.device, flat=flat)
         values.append(_told(model, asked, len(own)))
     model.train()
-    gathered, every = accelerator.gather(torch.stack(values)[None]), np.array(shares)
-    pipeline = pipeline_of(model)
-    found = (gathered[pipeline.knowing] if pipeline else gathered).cpu().numpy()
+    every, found = np.array(shares), of_each_share(accelerator, model, torch.stack(values))
     return list(found[every != EMPTY][np.argsort(every[every != EMPTY])].tolist())
+
+
+def of_each_share(accelerator: Accelerator, model: torch.nn.Module, values: torch.Tensor) -> np.ndarray:
+    """What a process computed of its share, of all shares in their order; collective."""
+    gathered, part = accelerator.gather(values[None]), part_of(model)
+    found: np.ndarray = (gathered[part.knowing] if part else gathered).cpu().numpy()
+    return found
 
 
 def _share(accelerator: Accelerator, model: torch.nn.Module) -> tuple[int, int]:
     """Which of the shares of all questions this process has, and how many there are."""
-    if pipeline := pipeline_of(model):
-        return pipeline.shares[accelerator.process_index], len(pipeline.knowing)
+    if part := part_of(model):
+        return part.shares[accelerator.process_index], len(part.knowing)
     return accelerator.process_index, accelerator.num_processes
 
 
 def _told(model: torch.nn.Module, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
-    """What a function of one forward pass returns; in a pipeline zeros of its shape, but for the last stage."""
-    pipeline = pipeline_of(model)
-    return pipeline.told(function, *shape) if pipeline else function()
+    """What a function of one forward pass returns; zeros of its shape, where another process counts it."""
+    part = part_of(model)
+    return part.told(function, *shape) if part else function()
 
 
 def questions(

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from finetune.distributed import pipeline_step
-from finetune.distributed.expert_parallel import expert_parallel_of
+from finetune.distributed.held_parts import held_parts_of
+from finetune.distributed.model_parts import part_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.training.loss import LossSum
@@ -42,8 +43,8 @@ def backward(
     scale = partial(scaled, factor=1 / divide_by)
     if pipeline := pipeline_of(model):
         return pipeline_step.backward(pipeline, model, loss_sum, micro_batches, scale)
-    if experts := expert_parallel_of(model):
-        return experts.backward(model, loss_sum, micro_batches, scale)
+    if parts := held_parts_of(model):
+        return parts.backward(model, loss_sum, micro_batches, scale)
     return [_backward(accelerator, model, loss_sum, each, divide_by) for each in micro_batches]
 
 
@@ -84,15 +85,14 @@ def step_if_finite(
         The norm before clipping, the same on all processes. On a GPU it is waited for: the step's kernels alone are
         launched late, by less than their own time.
     """
-    pipeline = pipeline_of(model)
-    if part := pipeline or expert_parallel_of(model):
+    if part := part_of(model):
         found = part.clip(model, max_grad_norm or math.inf)
     else:
         found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
     if math.isfinite(norm) or accelerator.scaler is not None or engine_of(model) is not None:
         optimizer.step()
-        if pipeline:
+        if pipeline := pipeline_of(model):
             pipeline.step_as_one(model)
     optimizer.zero_grad()
     return norm

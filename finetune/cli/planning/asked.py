@@ -12,7 +12,7 @@ from finetune.cli.planning.strategy_file import strategy_named
 from finetune.cli.planning.written import Options, all_flags, given_flags, problems, words_of
 from finetune.config import sections
 from finetune.config.command_line import parse
-from finetune.config.compatibility import fp8_problems
+from finetune.config.compatibility import IN_PARTS, fp8_problems
 from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import (
     adapter_init_problems,
@@ -304,4 +304,4 @@ def _planned(name_or_file: str) -> str:
 def _data_processes(machines: Machines, options: Options) -> int:
     """GPUs that compute different rows, at least: where several compute each together, as many as there may be."""
     named = _planned(options.strategy) if options.strategy else ""
-    return 1 if named == "pp" else machines.world_size // max(contexts(named, machines))
+    return 1 if named in IN_PARTS else machines.world_size // max(contexts(named, machines))

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable
 
-from finetune.config.compatibility import TOGETHER
+from finetune.config.compatibility import SIZES
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question
@@ -34,10 +34,8 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
         ["--config_file", f"accelerate_configs/{setting.strategy}.yaml"],
         ["--num_processes", str(setting.world_size)],
     ]
-    if key := TOGETHER.get(setting.strategy):
-        flags.append([f"--parallelism_config_{key}", str(setting.context)])
-    if setting.stages > 1:
-        flags.append(["--megatron_lm_pp_degree", str(setting.stages)])
+    if size := SIZES.get(setting.strategy):
+        flags.append([f"--{size.key}", str(getattr(setting, size.field))])
     if machines.nodes > 1:
         flags += [
             ["--num_machines", str(machines.nodes)],

@@ -1,0 +1,79 @@
+"""Tensor parallelism: the processes of a group have a part of each layer's weights, and compute the same rows.
+
+They exchange hidden states in every layer, best over fast links. The groups are replicas, and compute different rows.
+
+The model is the whole model's object, in which parameters have the values of a part (``models.tensor_plan``), and the
+layers' forward passes exchange what they lack (``models.tensor_layers``). All that a process does with a parameter
+alone stays as it is: optimizer, adapters, kernels, copies in 16 bits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finetune.distributed.held_parts import HeldParts
+from finetune.distributed.strategy import Strategy
+from finetune.models import quantization, tensor_layers, tensor_plan
+
+
+class TensorParallel(HeldParts):
+    """This process's part of a model, which from here on has the values of this part alone. Collective.
+
+    Args:
+        model: whole, with its adapter, not prepared yet.
+    """
+
+    strategy = "tp"
+
+    def __init__(self, model: Any, strategy: Strategy, device: torch.device) -> None:
+        size = strategy.tensor
+        layers, shares = tensor_plan.layers_of(model, size), tensor_plan.shares_of(model, size)
+        splits_vocabulary = tensor_plan.splits_vocabulary(model, size)
+        super().__init__(model, strategy, device, size, shares)
+        numbers = sorted({held.copies for held in self.held.values()})
+        self._same = {copies: self._of_same(copies, strategy.rank) for copies in numbers}
+        """By how many processes of a group hold the same part: those that hold this one's, and the first of them."""
+        for name, parameter in model.named_parameters():
+            parameter.data = self._own(model, name, parameter)
+        tensor_layers.split_forward(model, layers, self.group)
+        if splits_vocabulary:
+            tensor_layers.split_embedding(model.get_input_embeddings(), self.place, self.group)
+        model.to(device)
+
+    def _of_same(self, copies: int, rank: int) -> tuple[Any, int]:
+        found: tuple[Any, int] = (None, rank)
+        for every in self.groups:
+            for first in every[::copies]:
+                same = [*range(first, first + copies)]
+                group = dist.new_group(same)
+                found = (group, first) if rank in same else found
+        return found
+
+    def _own(self, model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The values of this process, with no memory of the others'. All begin with those of the first. Collective."""
+        held, own = self.held[name], parameter.data
+        if held.is_split and hasattr(parameter, "quant_state"):  # of bitsandbytes
+            own = quantization.take_part(model.get_submodule(name.rpartition(".")[0]), held.share.split, held.part)
+        elif held.is_split:
+            own = held.share.split.take(own, held.part)
+        own = own.to(self.device).clone(memory_format=torch.contiguous_format)
+        if held.copies > 1:
+            group, first = self._same[held.copies]
+            dist.broadcast(own, first, group=group)
+        if len(self.same_place) > 1:
+            dist.broadcast(own, self.same_place[0], group=self.replicas)
+        return own
+
+    def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Partial gradients of a group, then those of replicas; equal ones are the first one's, to the bit."""
+        for name, gradient in gradients.items():
+            held = self.held[name]
+            group, first = self._same[held.copies]
+            if held.copies > 1 and held.share.is_partial:
+                dist.all_reduce(gradient, group=group)
+            elif held.copies > 1:
+                dist.broadcast(gradient, first, group=group)
+            if len(self.same_place) > 1:
+                dist.all_reduce(gradient, group=self.replicas)

@@ -1,0 +1,173 @@
+"""What processes that split the layers of a model have and train, as tests see it in them."""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import scenarios
+import torch
+import torch.distributed as dist
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from finetune import distributed
+from finetune.config import sections
+from finetune.data.batches import IGNORED
+from finetune.distributed import Strategy
+from finetune.distributed.tensor_parallel import TensorParallel
+from finetune.models import adapter, fused, lora_forward, tensor_layers, tensor_plan
+from finetune.models.tensor_plan import Share, Split
+from finetune.training.loss import next_token_loss_sum, take_losses
+
+
+def train(config: Any, size: int) -> int:
+    """Run the recipe with layers that are split over so many processes; returns the processes that the run had."""
+    with mock.patch.dict("os.environ", {"MEGATRON_LM_TP_DEGREE": str(size)}):
+        return int(scenarios.train(config)["world_size"])
+
+
+def errors_of(name: str, changes: dict[str, Any], adapted: bool, mutation: str = "") -> tuple[int, float, float]:
+    """The processes of the group, and how far loss and gradients are from those of a whole model, in float64, as far
+    as the model computes in it: norms do not, and neither do experts.
+
+    Args:
+        name: of a model's type.
+        mutation: what is left out: ``copied`` (the sum of an input's gradient), ``partial`` (that of a weight's).
+    """
+    _join()
+    config = AutoConfig.for_model(name, **SIZES | changes)
+    torch.manual_seed(0)
+    dtype = torch.float32 if "num_local_experts" in changes else torch.float64
+    whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for each in whole.parameters():  # biases and norms as well
+            each.add_(torch.randn_like(each) * 0.1)
+    if adapted:
+        section = sections.Adapter(type="lora", rank=4, targets="all-linear")
+        adapter.attach(whole, section, base=name, revision=None, dtype=dtype, seed=0)
+        with torch.no_grad():
+            for each in whole.parameters():
+                each.add_(torch.randn_like(each) * 0.1 if each.requires_grad else 0.0)
+    loss, wrong = _compared(whole, mutation)
+    return dist.get_world_size(), loss, wrong
+
+
+def errors_of_every_model() -> tuple[int, dict[str, float]]:
+    """The processes of the group, and the larger error of ``errors_of`` of each kind of model that they may split, in
+    fp32."""
+    from test_attention import small_model
+
+    _join()
+    found = dict[str, float]()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model = small_model(kind)
+        if model is None or any(tensor_plan.why_not(model, dist.get_world_size(), bits=None)):
+            continue
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(torch.randn_like(each) * 0.1)
+        try:
+            found[kind.__name__] = max(_compared(model, ""))
+        except Exception as error:
+            raise AssertionError(kind.__name__) from error
+    return dist.get_world_size(), found
+
+
+def _compared(whole: Any, mutation: str) -> tuple[float, float]:
+    part, vocabulary = copy.deepcopy(whole), whole.config.get_text_config().vocab_size
+    for model in (whole, part):
+        fused.fuse(model)
+        lora_forward.write_once(model)
+        take_losses(model)
+    strategy = Strategy("tp", dist.get_rank(), dist.get_world_size(), 1, "no", True, tensor=dist.get_world_size())
+    with _mutated(mutation):
+        tensor = TensorParallel(part, strategy, torch.device("cpu"))
+        rows = torch.randint(0, vocabulary, (1, 24), generator=torch.Generator().manual_seed(1))
+        micro_batch = (rows.roll(-1, 1).masked_fill(rows % 3 == 0, IGNORED), {"input_ids": rows})
+        expected = next_token_loss_sum(whole, micro_batch)
+        expected.backward()
+        (found, *_) = tensor.backward(part, next_token_loss_sum, [micro_batch], lambda loss: loss)
+    gradients = {n: tensor.held[n].joined(p.grad.view(-1)) for n, p in part.named_parameters() if p.grad is not None}
+    wrong = max(
+        float((gradients[n] - p.grad.view(-1)).abs().max() / p.grad.abs().max().clamp(min=1e-6))
+        for n, p in whole.named_parameters()
+        if p.grad is not None
+    )
+    assert set(gradients) == {n for n, p in whole.named_parameters() if p.grad is not None}
+    loss = float(found - expected.detach()) if tensor.counts else 0.0
+    return abs(loss), wrong
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def _join() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+@contextmanager
+def _mutated(mutation: str) -> Iterator[None]:
+    if mutation == "copied":
+        own_only = staticmethod(lambda ctx, of_x: (of_x, None))
+        with mock.patch.object(tensor_layers._Copied, "backward", own_only):
+            yield
+    elif mutation == "partial":
+        shares_of = tensor_plan.shares_of
+
+        def equal(model: Any, size: int) -> dict[str, Share]:
+            return {name: each._replace(is_partial=False) for name, each in shares_of(model, size).items()}
+
+        with mock.patch.object(tensor_plan, "shares_of", equal):
+            yield
+    else:
+        yield
+
+
+def held_in(config: Any, size: int) -> dict[str, Any]:
+    """Run the recipe; returns shapes of its parameters, bytes of all, and a digest of those that are whole."""
+    from recipes import sft
+
+    found: dict[str, Any] = {}
+    prepare, kept = distributed.prepare, list[Any]()
+
+    def watched(accelerator: Any, launch: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer = prepare(accelerator, launch, *args, **kwargs)
+        sharding = distributed.sharding_of(launch, model, optimizer)
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        found.update(world_size=launch.world_size, shapes=shapes, bytes=sharding.record())
+        kept.append(model)
+        return model, optimizer
+
+    asked = mock.patch.dict("os.environ", {"MEGATRON_LM_TP_DEGREE": str(size)})
+    with asked, mock.patch.object(distributed, "prepare", watched):
+        sft.main(config)
+    whole = [each for name, each in kept[0].named_parameters() if "norm" in name]
+    digest = hashlib.sha256()
+    for each in whole:
+        digest.update(each.detach().float().numpy().tobytes())
+    return found | {"whole": digest.hexdigest()}
+
+
+def held_too_much(config: Any) -> str:
+    """Run the recipe with a layer that is not split though the plan says so; returns what the run says."""
+    take = Split.take
+    with mock.patch.object(Split, "take", lambda self, whole, part: whole if self.dim else take(self, whole, part)):
+        try:
+            scenarios.train(config)
+        except Exception as error:  # of any type, for its words
+            return str(error)
+    return ""

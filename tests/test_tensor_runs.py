@@ -1,0 +1,180 @@
+"""Runs whose layers are split over processes train as one process does."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import corpora
+import pytest
+import scenarios
+import splitting
+import tiny
+from alike import FIGURES, assert_alike, texts_in
+
+from finetune.output.run_reading import read_run
+
+PROVEN = pytest.mark.prove
+SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
+LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
+SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "four processes": (4, 4, {}),
+    "fewer heads of keys than processes": (4, 4, {"model__path": "few_keys"}),
+    "fewer heads of keys than processes, lora": (4, 4, LORA | {"model__path": "few_keys"}),
+    "replicas, lora": (4, 2, LORA),
+    "tied embeddings, biases": (4, 4, {"model__path": "biased"}),
+    "averages, the best kept, layers computed again": (
+        *(2, 2),
+        {"train__ema_decay": 0.5, "eval__keep_best": True, "train__activation_checkpointing": "full"},
+    ),
+    "lora, one layer computed again": (2, 2, LORA | {"train__activation_checkpointing": 1}),
+    "lora on all but the experts": (4, 4, LORA | {"model__path": "experts"}),
+    "qlora, packed, replicas": (
+        *(4, 2),
+        LORA | {"model__path": "wide", "quantization__bits": 4, "data__packing": True},
+    ),
+    "qlora, fewer heads of keys than processes": (4, 4, LORA | {"model__path": "wide_few", "quantization__bits": 4}),
+    "packed": (4, 2, {"data__packing": True}),
+    "padded rows, plain kernels": (2, 2, {"model__attention": "sdpa", "model__kernels": "plain"}),
+    "a last step of fewer rows": (4, 2, {"train__steps": None, "train__epochs": 0.25, "train__global_batch_size": 8}),
+    "streamed": (2, 2, {"data__streaming": True}),
+    "an embedding that is trained beside adapters": (2, 2, LORA | {"adapter__modules_to_save": ["embed_tokens"]}),
+    "adapters of the head": (2, 2, LORA | {"adapter__targets": ["lm_head", "o_proj"]}),
+    "rates by layer": (4, 2, {"train__layer_decay": 0.5, "train__decay_embeddings": False}),
+    "an adapter that starts with the weights": (4, 2, LORA | {"adapter__init": "pissa"}),
+    "noise on embeddings": (4, 2, {"train__neftune_alpha": 5.0}),
+}
+"""Processes, and of each layer."""
+SHOWN = [
+    *("fewer heads of keys than processes", "tied embeddings, biases", "replicas, lora"),
+    *("averages, the best kept, layers computed again", "qlora, packed, replicas"),
+]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "wide": {"head_dim": 64, "intermediate_size": 512},
+    "untied": {"tie_word_embeddings": False},
+    "wide_few": {"head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 2},
+    "few_keys": {"num_key_value_heads": 2},
+    "biased": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_bias": True},
+    "experts": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By names of ``MODELS``."""
+    found = {}
+    for name, changes in MODELS.items():
+        found[name] = tiny.build_model_folder(tmp_path_factory.mktemp(name))
+        described = json.loads((found[name] / "config.json").read_text()) | changes
+        (found[name] / "config.json").write_text(json.dumps(described))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    ranks: Any, folders: dict[str, Path], conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    folder = tmp_path_factory.mktemp("tuned")
+
+    def run(name: str, processes: int, size: int, precision: str = "no", **changes: Any) -> list[dict[str, Any]]:
+        settings = SFT | {"data__eval": [str(held_out)]} | changes
+        model = folders[settings.pop("model__path", "untied")]
+        config = scenarios.configuration(model, conversations, folder / name, **settings)
+        if size == 1:
+            ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
+        else:
+            asked = splitting.train, config, size
+            assert ranks(processes).run(*asked, strategy="tp", mixed_precision=precision) == [processes] * processes
+        return scenarios.read_metrics(folder / name)
+
+    run.folder = folder
+    return run
+
+
+@pytest.mark.parametrize(
+    "name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in SETTINGS if each not in SHOWN)]
+)
+def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name: str, tuned: Any):
+    processes, size, changes = SETTINGS[name]
+    expected = tuned("alone", 1, 1, **changes)
+    assert_alike(tuned("shared", processes, size, **changes), expected)
+    answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3
+
+
+@pytest.mark.parametrize(("processes", "size"), [(4, 2), pytest.param(4, 4, marks=PROVEN)])
+def test_questions_are_answered_and_choices_scored_as_by_one_process(
+    processes: int, size: int, tuned: Any, tmp_path: Path
+):
+    words = ["house", "tree", "dog", "cat", "red"]
+    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": name, "data": str(tmp_path / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
+    changes = {"eval__tasks": tasks, "eval__exact_match": True}
+    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, size, **changes)
+    assert_alike(found, expected)
+    for key in ("eval_exact_match", "eval_choice"):
+        assert found[-1][key] == expected[-1][key]
+    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]
+
+
+GOES_ON: dict[str, dict[str, Any]] = {
+    "full": {"model__path": "few_keys"},
+    "8-bit state": {"model__path": "wide", "train__optimizer": "adamw_8bit"},
+    "averages": {"train__ema_decay": 0.5},
+    "qlora": LORA | {"model__path": "wide", "quantization__bits": 4},
+    "experts": {"model__path": "experts"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["8-bit state", *(pytest.param(each, marks=PROVEN) for each in GOES_ON if each[0] != "8")]
+)
+def test_a_run_goes_on_over_other_processes_as_one_that_was_not_interrupted(name: str, tuned: Any):
+    changes = GOES_ON[name] | {"train__steps": 6}
+    expected = tuned("alone", 1, 1, **changes)
+    launches = [(4, 4), (4, 2), (2, 2), (1, 1), (4, 4)]
+    if "bits" in "".join(changes) or name == "8-bit state":
+        launches = [(4, 2), (2, 2), (1, 1), (2, 2)]  # 4 would cut through blocks
+    for number, (before, after) in enumerate(itertools.pairwise(launches)):
+        tuned(f"before-{number}", *before, **changes, checkpoint__every=3, checkpoint__keep=5)
+        step = tuned.folder / f"before-{number}" / "checkpoints" / "step-00000003"
+        found = tuned(f"after-{number}", *after, **changes, checkpoint__resume=str(step))
+        assert_alike(found, expected[3:])
+
+
+IN_BF16: dict[str, dict[str, Any]] = {
+    "weights in bf16": {"train__weights": "bf16"},
+    "masters in fp32": {},
+    "lora, layers computed again": LORA | {"train__activation_checkpointing": "full"},
+    "qlora": LORA | {"model__path": "wide", "quantization__bits": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["weights in bf16", *(pytest.param(each, marks=PROVEN) for each in IN_BF16 if each[0] != "w")]
+)
+def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
+    settings: dict[str, Any] = {"precision": "bf16"} | IN_BF16[name]
+    found, expected = tuned("shared", 4, 2, **settings), tuned("alone", 1, 1, **settings)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+
+
+def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
+    ranks: Any, model_folder: Path, tmp_path: Path
+):
+    found, texts = {}, texts_in(tmp_path)
+    for strategy, processes in (("single", 1), ("tp", 4)):
+        changes = texts | {"pretrain__z_loss": 1e-3, "eval__every": 4, "train__steps": 8}
+        values = corpora.values_of(model_folder, Path(), tmp_path / strategy, **changes)
+        assert ranks(processes).run(corpora.pretrain, values, strategy=strategy) == [processes] * processes
+        found[strategy] = scenarios.read_metrics(tmp_path / strategy)
+    assert sum("eval_loss" in line for line in found["single"]) > 1
+    for one, other in zip(found["tp"], found["single"], strict=True):
+        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
+        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)
