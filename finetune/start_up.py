@@ -9,6 +9,7 @@ so that a recipe can call it before its other imports. Limit: a launcher that is
 runs (within about 50 ms of the start of its process) is not noticed.
 """
 
+import faulthandler
 import functools
 import os
 import signal
@@ -23,11 +24,12 @@ EXIT_CODE_OF_A_LOST_RUN = 1
 
 @functools.cache  # once per process, however often it is called
 def end_at_once() -> None:
-    """Until training begins, let a signal or the end of the launcher end this process at once.
+    """Until training begins, let a signal or the end of the launcher end this process at once, and a crash be seen.
 
     For programs, not for notebooks: Ctrl-C no longer raises KeyboardInterrupt.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()  # a crash in a library's C code says where each thread stood
     if was_launched():
         threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()
 

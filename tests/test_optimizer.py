@@ -218,7 +218,8 @@ def test_triton_without_a_compiler_is_refused_in_a_sentence(monkeypatch: pytest.
     assert problem == (
         f"Triton cannot make kernels on {socket.gethostname()} (RuntimeError: Failed to find C compiler. Please "
         "specify via CC environment variable.). It needs a C compiler and Python's headers: install gcc and "
-        "python3-dev, or name a compiler in the variable CC. Or set model.kernels to plain, which does without it."
+        "python3-dev, or name a compiler in the variable CC. Or set model.kernels to plain and model.fp8 to "
+        "false, which do without it."
     )
 
 

@@ -128,7 +128,7 @@ class Checkpoint:
         others = [other for other in self.manifest.tensors if other.split("@")[0] == bare]
         if not others:
             return f"{name} is missing"
-        launch = others[0].partition("@")[2].rsplit(", process", 1)[0]
+        launch = others[0].partition("@")[2].rsplit(", shard", 1)[0]
         return f"{bare}: its 8-bit state was cut into blocks at other elements{f' by {launch}' if launch else ''}"
 
 

@@ -120,7 +120,8 @@ def kernel_problems(device: torch.device) -> list[str]:
         return [
             f"Triton cannot make kernels on {socket.gethostname()} ({type(error).__name__}: "
             f"{' '.join(str(error).split())}). It needs a C compiler and Python's headers: install gcc and "
-            "python3-dev, or name a compiler in the variable CC. Or set model.kernels to plain, which does without it."
+            "python3-dev, or name a compiler in the variable CC. Or set model.kernels to plain and model.fp8 to "
+            "false, which do without it."
         ]
     return []
 
