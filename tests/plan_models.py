@@ -144,8 +144,8 @@ class Llama:
             sizes=(
                 ("num_attention_heads", self.heads[0]),
                 ("num_key_value_heads", self.heads[1]),
-                ("intermediate_size", self.intermediate),
                 ("vocab_size", self.vocabulary),
+                ("intermediate_size", self.intermediate),
                 ("head_dim", self.queries // self.heads[0]),
             ),
             layers=self.layers,

@@ -171,11 +171,12 @@ PAIRS = [
     (("ep", 2), ("ep", 2)),
     (("ep", 2), ("ep", 4)),
     (("ep", 4), ("ep", 2)),
+    (("ep", 4), ("single", 1)),
 ]
-KEPT = [(("ep", 2), ("ep", 2)), (("ep", 2), ("fsdp2", 2)), (("zero2", 2), ("ep", 4)), (("ep", 4), ("single", 1))]
+KEPT = [(("ep", 2), ("fsdp2", 2)), (("zero2", 2), ("ep", 4))]
 
 
-@pytest.mark.parametrize("method", ["full, adamw", "lora"])
+@pytest.mark.parametrize("method", ["full, adamw", pytest.param("lora", marks=pytest.mark.prove)])
 @pytest.mark.parametrize(
     ("before", "after"),
     thinned(KEPT, [pair for pair in PAIRS if pair not in KEPT]),

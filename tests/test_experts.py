@@ -14,7 +14,8 @@ from finetune.models.expert_layers import expert_modules, experts_of
 KINDS = [MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("processes", [2, 4])
 def test_every_model_whose_experts_can_be_shared_has_its_scores_and_gradients(processes: int, ranks: Any):
     everyone = ranks(processes).run(experts.errors_of_models, strategy="ep")
     for size, found in everyone:

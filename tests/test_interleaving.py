@@ -100,7 +100,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stages in which nothing is trained": (3, 3, in_parts(2, **LORA, adapter__targets=["lm_head"])),
 }
 """Processes and stages."""
-SHOWN = ["four stages", "a micro-batch that trains nothing", "lora, replicas, one layer computed again"]
+SHOWN = ["a micro-batch that trains nothing", "lora, replicas, one layer computed again"]
 
 
 @pytest.mark.parametrize(

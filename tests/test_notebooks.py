@@ -22,8 +22,8 @@ PRINTED = {
     "05_collectives": "packed weights are those of bitsandbytes: True",
 }
 
-LONG = {"01_first_run", "02_qlora_on_your_data"}
-"""Those that take a minute and more, and are left to `make prove`."""
+LONG = {"01_first_run", "02_qlora_on_your_data", "03_what_fits", "04_preferences"}
+"""Those that take half a minute and more, and are left to `make prove`."""
 
 
 def code_of(notebook: Any) -> list[Any]:

@@ -69,7 +69,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(name: str, adapted: boo
             assert gradients < (1e-4 if name == "experts" else 1e-6)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=PROVEN)])
+@PROVEN
+@pytest.mark.parametrize("processes", [2, 4])
 def test_every_model_that_can_be_split_has_the_loss_and_the_gradients_of_the_whole_one(processes: int, ranks: Any):
     for size, found in ranks(processes).run(splitting.errors_of_every_model, strategy="ddp"):
         assert size == processes
