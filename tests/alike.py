@@ -1,10 +1,13 @@
 """When a run whose rows several processes compute together is that of one process, and texts to train both on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import corpora
 import pytest
+
+from finetune.output.run_reading import read_run
 
 FIGURES = ["eval_loss", "eval_bits_per_byte"]
 FIGURES += [f"eval_{figure}/{source}.jsonl" for figure in ("loss", "bits_per_byte") for source in "ab"]
@@ -24,3 +27,22 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     for one, other in zip(found, expected):
         compared = ["loss", "grad_norm", "tokens", *(["eval_loss"] if "eval_loss" in other else [])]
         assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
+
+
+def assert_answers_alike(tuned: Any, processes: int, size: int, folder: Path) -> None:
+    """What a run answers, and its scores, are those of one process.
+
+    Args:
+        tuned: trains under a name, on so many processes of so large groups, and has its ``folder``.
+        folder: for the questions.
+    """
+    words = ["house", "tree", "dog", "cat", "red"]
+    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
+    (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": name, "data": str(folder / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
+    changes = {"eval__tasks": tasks, "eval__exact_match": True}
+    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, size, **changes)
+    assert_alike(found, expected)
+    for key in ("eval_exact_match", "eval_choice"):
+        assert found[-1][key] == expected[-1][key]
+    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]

@@ -75,6 +75,27 @@ def errors_of_every_model() -> tuple[int, dict[str, float]]:
     return dist.get_world_size(), found
 
 
+def gradients_beside_the_loss() -> tuple[int, bool, list[float] | None]:
+    """The processes of the group; whether a trained weight that none of them uses has a gradient; and that of a weight
+    which the first one alone uses."""
+    _join()
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    model.unused, model.used_once = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    take_losses(model)
+    strategy = Strategy("tp", dist.get_rank(), dist.get_world_size(), 1, "no", True, tensor=dist.get_world_size())
+    tensor = TensorParallel(model, strategy, torch.device("cpu"))
+
+    def loss_sum(model: Any, micro_batch: Any) -> torch.Tensor:
+        found = next_token_loss_sum(model, micro_batch)
+        return found + 2 * model.used_once.sum() if dist.get_rank() == 0 else found
+
+    rows = torch.arange(12)[None]
+    tensor.backward(model, loss_sum, [(rows.roll(-1, 1), {"input_ids": rows})], lambda loss: loss)
+    once = model.used_once.grad
+    return dist.get_world_size(), model.unused.grad is not None, None if once is None else once.tolist()
+
+
 def _compared(whole: Any, mutation: str) -> tuple[float, float]:
     part, vocabulary = copy.deepcopy(whole), whole.config.get_text_config().vocab_size
     for model in (whole, part):

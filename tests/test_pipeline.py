@@ -1,7 +1,6 @@
 """A pipeline trains as one process does, each stage with its own layers alone; what it cannot do is refused."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import sharing
 import tiny
 import torch
 import yaml
-from alike import FIGURES, assert_alike, texts_in
+from alike import FIGURES, assert_alike, assert_answers_alike, texts_in
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
@@ -27,7 +26,6 @@ from finetune.models import pipeline_stages
 from finetune.models.loading import without_weights
 from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
-from finetune.output.run_reading import read_run
 
 PROVEN = pytest.mark.prove
 STAGES = "MEGATRON_LM_PP_DEGREE"
@@ -226,16 +224,7 @@ def test_tuning_and_its_held_out_loss_are_those_of_one_process(name: str, tuned:
 def test_questions_are_answered_and_choices_scored_as_by_one_process(
     processes: int, stages: int, tuned: Any, tmp_path: Path
 ):
-    words = ["house", "tree", "dog", "cat", "red"]
-    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks = [{"name": name, "data": str(tmp_path / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
-    changes = {"eval__tasks": tasks, "eval__exact_match": True}
-    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, stages, **changes)
-    assert_alike(found, expected)
-    for key in ("eval_exact_match", "eval_choice"):
-        assert found[-1][key] == expected[-1][key]
-    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]
+    assert_answers_alike(tuned, processes, stages, tmp_path)
 
 
 @PROVEN

@@ -78,6 +78,11 @@ def test_every_model_that_can_be_split_has_the_loss_and_the_gradients_of_the_who
         assert len(found) >= 25
 
 
+def test_a_weight_has_a_gradient_where_some_process_has_one_and_none_where_none_has(ranks: Any):
+    """Zeros in the place of none would have the optimizer decay what no step changes under other strategies."""
+    assert ranks(2).run(splitting.gradients_beside_the_loss, strategy="ddp") == [(2, False, [2.0, 2.0, 2.0])] * 2
+
+
 @pytest.mark.parametrize("mutation", ["copied", "partial"])
 def test_a_sum_that_is_left_out_is_seen(mutation: str, ranks: Any):
     asked = splitting.errors_of, *MODELS["norms of heads"]

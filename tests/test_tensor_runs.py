@@ -10,7 +10,7 @@ import pytest
 import scenarios
 import splitting
 import tiny
-from alike import FIGURES, assert_alike, texts_in
+from alike import FIGURES, assert_alike, assert_answers_alike, texts_in
 
 from finetune.output.run_reading import read_run
 
@@ -110,16 +110,7 @@ def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name:
 def test_questions_are_answered_and_choices_scored_as_by_one_process(
     processes: int, size: int, tuned: Any, tmp_path: Path
 ):
-    words = ["house", "tree", "dog", "cat", "red"]
-    rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks = [{"name": name, "data": str(tmp_path / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
-    changes = {"eval__tasks": tasks, "eval__exact_match": True}
-    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, size, **changes)
-    assert_alike(found, expected)
-    for key in ("eval_exact_match", "eval_choice"):
-        assert found[-1][key] == expected[-1][key]
-    assert read_run(tuned.folder / "shared")["answers"] == read_run(tuned.folder / "alone")["answers"]
+    assert_answers_alike(tuned, processes, size, tmp_path)
 
 
 GOES_ON: dict[str, dict[str, Any]] = {
