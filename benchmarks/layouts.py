@@ -1,14 +1,15 @@
 """How to spread a model over GPUs: every layout's speed and peak of memory, measured beside what the planner said.
 
   python -m benchmarks.layouts --model Llama-3.2-1B --row_tokens 4096 32768      # over all GPUs of this machine
+  python -m benchmarks.layouts --model OLMoE-1B-7B --only fsdp2 "ep 4" "ep 8"    # a mixture, and its experts shared
   python -m benchmarks.layouts --processes 4 --only fsdp2 "cp 2"                 # without a GPU: a tiny model
   python -m benchmarks.layouts --report                                          # table and chart of what is recorded
 
-A layout is a strategy, over how many processes each row is spread, and whether activations are recomputed; each is
-tried with rows of each length. Predictions are made before the first run. A run has processes of its own, random
-weights and four steps, and leaves a line in benchmarks/results/layouts.jsonl at once. No run begins once ``--minutes``
-are over, and none whose plan does not fit. Without a GPU, processes share the cores: their speeds say that a layout
-runs, and nothing on GPUs, for which the predictions are (``--gpus``).
+A layout is a strategy, how many processes share each row, each layer or its experts, and whether activations are
+recomputed; each is tried with rows of each length. Predictions are made before the first run. A run has processes of
+its own, random weights and four steps, and leaves a line in benchmarks/results/layouts.jsonl at once. No run begins
+once ``--minutes`` are over, and none whose plan does not fit. Without a GPU, processes share the cores: their speeds
+say that a layout runs, and nothing on GPUs, for which the predictions are (``--gpus``).
 """
 
 import argparse
@@ -24,14 +25,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import SIZES, heads_problems, refusal, stage_problems
+from finetune.config.compatibility import (
+    SIZES,
+    STRATEGIES,
+    expert_problems,
+    heads_problems,
+    refusal,
+    stage_problems,
+)
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import PLANNED, world_sizes_problem
+from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -62,17 +70,12 @@ def layouts(
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
     sizes = [size for size in range(2, processes + 1) if processes % size == 0]
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZES]
-    spreads += [(name, {SIZES[name].field: size}) for name in PLANNED if name in SIZES for size in sizes]
-    heads = MODELS[model]["num_attention_heads"], MODELS[model]["num_key_value_heads"]
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES if name not in SIZES]
+    spreads += [(name, {SIZES[name].field: size}) for name in STRATEGIES if name in SIZES for size in sizes]
     found = []
     for strategy, size in spreads:
         setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
-        if strategy.endswith(ON_DISK) or world_sizes_problem(strategy, processes, **size) or refusal(setting.cell):
-            continue
-        if heads_problems(strategy, setting.context, *heads) or heads[0] % setting.tensor:
-            continue
-        if stage_problems(model, MODELS[model]["num_hidden_layers"], setting.stages):
+        if not _is_possible(model, setting):
             continue
         ways = [
             replace(
@@ -86,6 +89,21 @@ def layouts(
         ]
         found += [Case(model, way, way.row_tokens) for way in ways]
     return found
+
+
+def _is_possible(model: str, setting: Setting) -> bool:
+    """Whether a run would take a strategy and its size, on GPUs and links alone."""
+    config = MODELS[model]
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return not (
+        setting.strategy.endswith(ON_DISK)
+        or world_sizes_problem(setting.strategy, setting.world_size, setting.size)
+        or refusal(setting.cell)
+        or heads_problems(setting.strategy, setting.context, *heads)
+        or heads[0] % setting.tensor
+        or stage_problems(model, config["num_hidden_layers"], setting.stages)
+        or expert_problems(model, config.get("num_experts", 0), setting.experts, setting.precision)
+    )
 
 
 def record(

@@ -30,9 +30,7 @@ def _model(
 ) -> dict[str, Any]:
     return {
         "model_type": kind,
-        "architectures": [
-            {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
-        ],
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
@@ -52,9 +50,11 @@ MODELS = {
     "Qwen3-1.7B": _model("qwen3", 2048, 6144, 28, 16, 8, 151936, tie_word_embeddings=True, head_dim=128),
     "Llama-3.2-3B": _model("llama", 3072, 8192, 28, 24, 8, 128256, tie_word_embeddings=True, head_dim=128),
     "Llama-3.1-8B": _model("llama", 4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False),
+    "OLMoE-1B-7B": _model("olmoe", 2048, 1024, 16, 16, 16, 50304, num_experts=64, num_experts_per_tok=8),
     "tiny": _model("llama", 64, 128, 3, 4, 2, 2048, tie_word_embeddings=True),
+    "tiny-mixture": _model("olmoe", 64, 96, 3, 4, 2, 2048, num_experts=4, num_experts_per_tok=2),
 }
-"""Sizes of published models, whose names they bear; the last one is for rehearsals."""
+"""Sizes of published models, whose names they bear; the tiny ones are for rehearsals."""
 WORDS = 1500
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 TOKENS_OF_TEMPLATE = 5

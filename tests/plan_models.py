@@ -229,7 +229,7 @@ class _State:
         )
         masters = width * self.trained if own < width else 0
         self.optimizer = (state + masters) / place.optimizer_shards
-        is_cast = place.framework in ("plain", "replicated") and width == 4
+        is_cast = place.framework in ("plain", "in_parts", "replicated") and width == 4
         self.copies = 2 * self.trained if is_cast else 0
         """To compute with."""
         self.layer = (frozen + 2 * self.trained) / llama.layers

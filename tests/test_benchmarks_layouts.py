@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.plan_cases import Case
-from finetune.config.compatibility import SIZES
+from finetune.config.compatibility import SIZES, STRATEGIES
 from finetune.errors import InputError
-from finetune.trace.placement import PLANNED
 
 ON_GPUS = {"gpus": ["H100"] * 4, "cpus": 8, "predicted_for": "4xH100", "environment": {}}
 FITS = {"peak_gib": 10.0, "tokens_per_second": 1000.0, "verdict": "fits"}
@@ -26,9 +25,9 @@ def every(**changes: Any) -> list[Case]:
 def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_without_recomputation():
     found = every()
     assert len({case.name for case in found}) == len(found)
-    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", *SIZES)}
+    expected = {name for name in STRATEGIES if name not in ("single", "zero3_nvme", *SIZES)}
     # ulysses shares four heads among as many processes, though there are two of keys and values; of three layers there
-    # are no four stages
+    # are no four stages; there are no experts
     sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4"}
     assert {case.setting.launched for case in found} == expected | sized
     assert not {"ulysses 8", "pp 4"} & {case.setting.launched for case in every(processes=8)}
@@ -36,6 +35,12 @@ def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_
         ways = {(c.setting.row_tokens, c.setting.recomputes) for c in found if c.setting.launched == name}
         assert ways == {(length, how) for length in (256, 512) for how in ("none", "full")}
     assert {case.global_batch_size for case in found} == {8}
+
+
+def test_a_mixture_has_layouts_whose_processes_share_its_experts():
+    found = {case.setting.launched: case.setting for case in every(model="tiny-mixture", processes=8)}
+    assert {name for name in found if name.startswith("ep")} == {"ep 2", "ep 4"}  # of four experts
+    assert found["ep 4"].experts == 4
 
 
 @pytest.mark.parametrize(("method", "missing"), [("lora_8bit", "fsdp2"), ("full", "single")])

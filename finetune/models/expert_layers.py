@@ -57,9 +57,7 @@ def exchange_tokens(module: Any, group: Any) -> None:
         expert_S = top_k_index.flatten()  # of each token and each expert that it chose
         order_S = expert_S.argsort(stable=True)
         reverse_S = order_S.argsort()
-        sent_WE = torch.bincount(expert_S, minlength=whole).view(size, own)
-        received_WE = exchange(sent_WE, group)
-        sent, received = torch.stack([sent_WE.sum(1), received_WE.sum(1)]).tolist()
+        received_WE, sent, received = counted(expert_S, own, group)
         copies_SD = hidden_states[:, None].expand(-1, chosen, -1).flatten(0, 1)
         there_MD = Exchanged.apply(Ordered.apply(copies_SD, order_S, reverse_S), group, sent, received)
         expert_M = (
@@ -73,6 +71,15 @@ def exchange_tokens(module: Any, group: Any) -> None:
         return weighted_NKD.sum(1).to(hidden_states.dtype)
 
     module.forward = forward
+
+
+def counted(expert_S: torch.Tensor, own: int, group: Any) -> tuple[torch.Tensor, list[int], list[int]]:
+    """How many tokens come from each process of a group for each expert of this one; and of all tokens, how many go to
+    each process and come from it. Collective over the group."""
+    sent_WE = torch.bincount(expert_S, minlength=own * dist.get_world_size(group)).view(-1, own)
+    received_WE = exchange(sent_WE, group)
+    sent, received = torch.stack([sent_WE.sum(1), received_WE.sum(1)]).tolist()
+    return received_WE, sent, received
 
 
 def _made(compute: Any, tokens_MD: torch.Tensor, expert_M: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from finetune.config.compatibility import (
     averaging_problems,
     bf16_weights_problems,
     context_problems,
+    expert_problems,
     fp8_problems,
     heads_problems,
     pipeline_problems,
@@ -34,7 +35,7 @@ from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
 from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
-from finetune.trace.setting import Method, Setting
+from finetune.trace.setting import APART, Method, Setting
 
 SAME_SETTING_SPEED = 0.01
 """Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
@@ -65,7 +66,7 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
         if len(question.strategies) > 1 and is_pointless(strategy, question.machines, question.base.row_tokens):
             continue
         for method in question.methods:
-            for sizes in splits(strategy, question.machines, question.model.anatomy.layers) or [{}]:
+            for sizes in splits(strategy, question.machines, question.model.anatomy.layers):
                 parts = question.base.parts if "stages" in sizes else 1
                 how: dict[str, Any] = {"strategy": strategy, "parts": parts, **sizes}
                 base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
@@ -86,9 +87,9 @@ def _too_few_rows(question: Question, base: Setting) -> str | None:
     return next(iter(batch_problems(rows, micro_batch_size, base.data_processes)), None)
 
 
-def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, int]]:
-    """The sizes that a strategy leaves open: GPUs that compute each row together or split each layer, or the stages of
-    a pipeline.
+def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, Any]]:
+    """The sizes that a strategy leaves open: GPUs that share each row, each layer or its experts, inside a machine, or
+    the stages of a pipeline. Where it leaves none open, or these GPUs have none, one choice of nothing.
 
     Args:
         layers: of the model.
@@ -96,20 +97,9 @@ def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, int
     if strategy not in SIZES:
         return [{}]
     field, world_size = SIZES[strategy].field, machines.world_size
-    if field == "stages":
-        found = [each for each in range(2, min(world_size, layers) + 1) if world_size % each == 0]
-    elif field == "tensor":
-        inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
-        found = [each for each in SPLITS if each <= inside and world_size % each == 0]
-    else:
-        found = contexts(strategy, machines)
-    return [{field: each} for each in found]
-
-
-def contexts(strategy: str, machines: Machines) -> list[int]:
-    """Numbers of GPUs that may compute each row together: powers of two, inside a machine."""
-    most = machines.gpus_per_node if machines.gpus_per_node > 1 else machines.world_size
-    return [number for number in (2, 4, 8) if number <= most] or [2] if strategy in TOGETHER else [1]
+    inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
+    numbers = range(2, min(world_size, layers) + 1) if field == "stages" else [n for n in SPLITS if n <= inside]
+    return [{field: each} for each in numbers if world_size % each == 0] or [{}]
 
 
 def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool:
@@ -136,9 +126,10 @@ def why_not(model: Model, setting: Setting) -> str | None:
             "take its 16-bit version."
         )
     return (
-        world_sizes_problem(setting.strategy, setting.world_size, setting.context, setting.stages, setting.tensor)
+        world_sizes_problem(setting.strategy, setting.world_size, setting.size)
         or next(iter(_tensor_problems(model, setting)), None)
         or next(iter(_pipeline_problems(model, setting)), None)
+        or next(iter(expert_problems("this model", model.anatomy.experts, setting.experts, setting.precision)), None)
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
@@ -215,7 +206,7 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
 
 
 def _launch(setting: Setting) -> dict[str, Any]:
-    return {name: getattr(setting, name) for name in ("strategy", "context", "stages", "parts", "tensor")}
+    return {name: getattr(setting, name) for name in ("strategy", "parts", *APART)}
 
 
 def _could_fit(row: Row) -> bool:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from finetune.config.compatibility import SIZES, bf16_weights_problems
-from finetune.trace.placement import PLANNED, placement_of
-from finetune.trace.setting import Setting
+from finetune.config.compatibility import SIZES, STRATEGIES, bf16_weights_problems
+from finetune.trace.placement import SPLITS, placement_of
+from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
 KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
@@ -68,17 +68,19 @@ def with_bf16_weights(setting: Setting) -> list[Setting]:
 
 def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads. Of a
-    pipeline also with more stages."""
+    pipeline also with more stages, of experts with more GPUs that share them."""
     here = setting.placement
     found = []
     if setting.stages > 1:
         deeper = [each for each in range(setting.stages + 1, setting.world_size + 1) if setting.world_size % each == 0]
         found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
-    together = setting.stages * setting.tensor
+    if setting.experts > 1:
+        found = [replace(setting, experts=each) for each in SPLITS if each > setting.experts]
+    together = setting.world_size // setting.data_processes
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
-    apart = replace(setting, stages=1, parts=1, tensor=1, accumulation=setting.accumulation // together)
-    for strategy in (each for each in PLANNED if each not in SIZES):
+    apart = replace(setting, **APART, parts=1, accumulation=setting.accumulation // together)
+    for strategy in (each for each in STRATEGIES if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
@@ -95,9 +97,9 @@ def _with_stages(setting: Setting, stages: int) -> Setting:
 
 def spread(setting: Setting) -> list[Setting]:
     """With each row computed by 2, 4 or 8 of the GPUs, where the rows of a step are enough for all."""
-    if max(setting.context, setting.stages, setting.tensor) > 1:
+    if setting.size > 1:
         return []
-    sizes = [number for number in (2, 4, 8) if setting.world_size % number == 0]
+    sizes = [number for number in SPLITS if setting.world_size % number == 0]
     return [
         replace(setting, strategy="cp", context=number, accumulation=setting.accumulation * number) for number in sizes
     ]

@@ -142,17 +142,18 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
     what = next((name for part, name in NAMES.items() if part in sent.name), sent.name)
     members, both_ways = max(1, sent.members), 2 if what == "all-reduce" else 1
     when: When = "backward" if sent.phase == "backward" else "step" if sent.phase == "step" else "forward"
-    repeats = placement.communicates_each_micro_batch and when != "step"
+    is_of_rows, is_exchange = any(power != CONSTANT for power in sent.bytes), what == "all-to-all"
+    repeats = when != "step" and (placement.communicates_each_micro_batch or is_of_rows or is_exchange)
     times = setting.accumulation / traced if repeats else 1.0
     times *= setting.forward_passes if when == "forward" else 1
-    # Only the replicas of shards reduce so; as many neighbours may gather weights
-    is_of_replicas = what == "all-reduce" and members == placement.replicas != setting.world_size
-    stride = placement.weight_shards if is_of_replicas else 1
+    # Only the replicas of shards or experts reduce so; as many neighbours may gather weights
+    replicas = placement.replicas // setting.experts
+    is_of_replicas = what == "all-reduce" and members == replicas != setting.world_size
+    stride = setting.world_size // replicas if is_of_replicas else 1
     gb_per_second, latency = _route(machines, members, stride)
     calls = sent.calls * times
     size = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens).value(sent.bytes)
-    is_of_rows = any(power != CONSTANT for power in sent.bytes)
-    what += " of rows" if is_of_rows else ""
+    what += " of rows" if is_of_rows else " of counts" if is_exchange else ""
     moved = both_ways * (members - 1) / members * size * calls
     if placement.framework == "replicated":
         calls = max(calls, calls * size / BUCKET_BYTES)
@@ -162,8 +163,7 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
         bytes=moved,
         calls=calls,
         seconds=moved / (gb_per_second * 1e9) + both_ways * latency * calls,
-        # DeepSpeed 0.19 reduces beside the computation in stage 3 alone (runtime/zero/config.py, overlap_comm_valid)
-        overlaps=not is_of_rows and (placement.framework != "zero" or placement.zero_stage == 3),
+        overlaps=placement.overlaps and not is_of_rows,
     )
 
 

@@ -143,9 +143,16 @@ def reference_bytes(step: Step, setting: Setting) -> int:
     in_16_bits = setting.weights == "bf16" or (place.framework == "zero" and setting.precision != "no")
     elements = 0
     for shape, count in step.trained().items():
+        shape = own_shape(shape, setting)
         rows = shape[0] if place.framework == "fully_shard" else math.prod(shape)  # ZeRO-3 cuts between any elements
         elements += count * math.ceil(rows / shards) * (math.prod(shape) // max(1, rows))
     return (2 if in_16_bits else 4) * elements
+
+
+def own_shape(shape: tuple[int, ...], setting: Setting) -> tuple[int, ...]:
+    """What a process has of a trained weight, before it is sharded: of experts, which lie one after another in the
+    first of three dimensions, its share."""
+    return (shape[0] // setting.experts, *shape[1:]) if len(shape) == 3 else shape
 
 
 def checkpoint_bytes(step: Step, setting: Setting) -> int:

@@ -57,6 +57,6 @@ class Model:
 
     def checkpoint_bytes(self, setting: Setting) -> int:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""
-        if setting.tensor > 1:  # whole weights, which no process has
+        if setting.tensor > 1:  # whole weights, which are not those of its trace
             setting = replace(setting, strategy="single", world_size=1, tensor=1)
         return memory.checkpoint_bytes(self.tracer.step(setting), setting)

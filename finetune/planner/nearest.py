@@ -46,12 +46,13 @@ class Nearest:
     def text(self) -> str:
         """As part of a sentence: set a to b and c to d, and launch with e."""
         parts = [f"{key} to {value}" for key, value in self.changes.items()]
-        launch = f"launch with accelerate_configs/{self.strategy}.yaml" if self.strategy else ""
+        launch = [f"accelerate_configs/{self.strategy}.yaml"] if self.strategy else []
         setting = self.row.setting
         if (size := SIZES.get(setting.strategy)) and (self.strategy or setting.strategy not in TOGETHER):
-            launch += f" --{size.key} {getattr(setting, size.field)}"
+            launch.append(f"--{size.key} {setting.size}")
         joined = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-        return ", and ".join(part for part in (f"set {joined}" if parts else "", launch) if part)
+        both = (f"set {joined}" if parts else "", f"launch with {' '.join(launch)}" if launch else "")
+        return ", and ".join(part for part in both if part)
 
 
 def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged) -> Nearest | None:
@@ -103,7 +104,7 @@ def _fitting(
 
 def _is_sensible(question: Question, setting: Setting, start: Setting) -> bool:
     """Whether it is possible, under a strategy that has something to win."""
-    is_other = setting.strategy != start.strategy and setting.context == setting.stages == setting.tensor == 1
+    is_other = setting.strategy != start.strategy and setting.size == 1
     if is_other and is_pointless(setting.strategy, question.machines):
         return False
     return why_not(question.model, setting) is None

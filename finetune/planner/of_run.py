@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune import __version__
-from finetune.errors import InputError
 from finetune.hardware.cards import Machines
 from finetune.planner.candidates import fastest
 from finetune.planner.judged_rows import Row
@@ -12,7 +11,6 @@ from finetune.planner.memory import StepMemory
 from finetune.planner.model import Model
 from finetune.planner.nearest import nearest_that_fits
 from finetune.planner.question import Question, question_about
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 from finetune.units import GIB, MIB, size_text
 
@@ -35,6 +33,7 @@ class RunPlan:
         """Three lines for the run's output, of about a hundred columns."""
         rows, kept = self.setting.micro_batch_size, self.setting.activations
         micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, {kept}"
+        micro_batch += ", routers taken as balanced" if self.setting.experts > 1 else ""
         checkpoint = f"checkpoint {size_text(self.checkpoint_bytes)}"
         if self.question is None or self.row is None:
             return [
@@ -142,8 +141,6 @@ def plan_run(
         InputError: if the run cannot be traced.
         RunStopped: if the libraries here cannot be traced.
     """
-    if setting.strategy not in PLANNED:
-        raise InputError(f"The planner does not support {setting.strategy}, only {', '.join(PLANNED)}.")
     rows = micro_batch_size or 1
     setting = replace(
         setting,

@@ -14,6 +14,7 @@ from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.models.spec import ModelSpec
 from finetune.optim.rounded_adamw import has_kernel
 from finetune.planner import REPLICAS, RunPlan, Setting
+from finetune.trace.setting import APART
 from finetune.trace.tracer import Tracer
 
 
@@ -127,7 +128,7 @@ def _plan(
     )
     return planner.plan_run(
         model,
-        replace(setting, strategy=launch.name, context=launch.context, stages=launch.stages, tensor=launch.tensor),
+        replace(setting, strategy=launch.name, **{each: getattr(launch, each) for each in APART}),
         machines=distributed.machines_of(launch),
         global_batch_size=train.global_batch_size,
         mean_row_tokens=longest if cfg.data.packing else batches.mean_document_tokens * (1 + batches.paired),

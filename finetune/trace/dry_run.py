@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from finetune.trace.patches import (
     engines_take_fakes,
     kernels_of_a_gpu,
     libraries_take_fakes,
+    routers_are_balanced,
     scores_in_two_parts,
 )
 from finetune.trace.placement import world_sizes_problem
@@ -81,6 +82,7 @@ def stepped(
             stack.enter_context(_launched(setting, rank))
         if not real:
             stack.enter_context(libraries_take_fakes())
+            stack.enter_context(routers_are_balanced(setting.expert_load))
         if scored is not None:
             stack.enter_context(scores_in_two_parts(scored, ledger))
         if as_on_gpu:
@@ -96,7 +98,7 @@ def stepped(
 
 def problems(setting: Setting) -> list[str]:
     """Why a setting cannot be trained, as sentences."""
-    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size, setting.context)
+    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size, setting.size)
     return [sentence for sentence in found if sentence]
 
 
@@ -184,22 +186,29 @@ def _trace(
         return summed
 
     # the first step makes the optimizer's state, of gradients that are zero where a first use lays out nothing else
-    first = 0 if setting.placement.framework in ("plain", "replicated") else 1
+    first = 1 if setting.placement.framework in ("fully_shard", "zero") else 0
     for is_last, micro_batches in ((False, first), (True, setting.accumulation)):
         accelerator.gradient_accumulation_steps, accelerator.step = max(1, micro_batches), 0
         ledger.calls = Calls() if counts and is_last else None
         ledger.tell([*model.parameters(), *model.buffers()], "weights")  # again: the first use may lay shards out anew
         _tell_engine(ledger, model)
-        for place_in_step in range(micro_batches):
-            gc.collect()
-            ledger.begin("forward", micro_batch=place_in_step)
-            step.backward(accelerator, model, loss_sum, [micro_batch], divide_by=setting.tokens)
-            ledger.tell([p.grad for p in model.parameters() if p.grad is not None], "gradients")
+        if micro_batches:
+            given_out = _given_out([micro_batch] * micro_batches, ledger, model)
+            step.backward(accelerator, model, loss_sum, given_out, divide_by=setting.tokens)
         if ledger.phase != "step":
             ledger.begin("step")
         for weight in model.parameters() if not micro_batches else ():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         step.step_if_finite(accelerator, model, optimizer, 1.0)
+
+
+def _given_out(micro_batches: Sequence[Any], ledger: Ledger, model: torch.nn.Module) -> Iterator[Any]:
+    """Each when the one before it is done: then its gradients are there."""
+    for place_in_step, micro_batch in enumerate(micro_batches):
+        gc.collect()
+        ledger.begin("forward", micro_batch=place_in_step)
+        yield micro_batch
+        ledger.tell([p.grad for p in model.parameters() if p.grad is not None], "gradients")
 
 
 def _tell_engine(ledger: Ledger, model: torch.nn.Module) -> None:

@@ -43,6 +43,8 @@ class Anatomy:
     """Why positions of a row cannot be spread over processes, as clauses."""
     sizes: tuple[tuple[str, int], ...] = ()
     """That several GPUs share which split its layers (``trace.tensor_parts``); none where they share others as well."""
+    experts: int = 0
+    """Of each layer, which several GPUs may share; 0 of a model without any."""
     not_split: tuple[tuple[int, int | None, str], ...] = ()
     """Why its layers cannot be split, as a clause: over so many GPUs, in so many bits."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,6 +17,8 @@ from finetune.compat import fake_tensors
 from finetune.compat.fake_tensors import Change
 from finetune.compat.peft_private import import_peft
 from finetune.compat.torch_private import without_modes
+from finetune.models import expert_layers
+from finetune.models.exchange import exchange
 from finetune.trace.powers import CONSTANT, PARTS
 from finetune.trace.shallow import MORE_PARTS
 from finetune.training import loss
@@ -117,6 +120,23 @@ def scores_in_two_parts(positions: int, ledger: "Ledger") -> contextlib.Abstract
             ledger.times = CONSTANT
 
     return _replaced((loss, "Parts", TwoParts))
+
+
+def routers_are_balanced(load: int) -> contextlib.AbstractContextManager[None]:
+    """Tokens go to the experts of all processes of a group alike: which ones they choose, a trace does not know.
+
+    Args:
+        load: how many times as many come to this process as it sends.
+    """
+
+    def counted(expert_S: torch.Tensor, own: int, group: Any) -> tuple[torch.Tensor, list[int], list[int]]:
+        size = dist.get_world_size(group)
+        share, others = divmod(len(expert_S), size)
+        sent = [share + (place < others) for place in range(size)]
+        received_WE = exchange(expert_S.new_empty(size, own), group)
+        return received_WE, sent, [load * each for each in sent]
+
+    return _replaced((expert_layers, "counted", counted))
 
 
 def _in_one_kernel(

@@ -7,14 +7,19 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import IN_PARTS, STRATEGIES, TOGETHER
+from finetune.config.compatibility import SIZES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
-PLANNED = tuple(strategy for strategy in STRATEGIES if strategy != "ep")
-"""Strategies that the planner knows. How many tokens the GPUs of ep get is for routers to say."""
 SPLITS = (2, 4, 8)
-"""Numbers of GPUs that may split each layer, inside a machine."""
+"""Numbers of GPUs that may share each row, each layer or its experts, inside a machine."""
+TAKEN_TOGETHER = {
+    "context": "{strategy} has each row computed by {size} GPUs; take a multiple of them.",
+    "stages": "{strategy} has {size} stages, each on GPUs of its own; take a multiple of {size} GPUs.",
+    "tensor": "{strategy} splits each layer over {size} GPUs; take a multiple of them.",
+    "experts": "{strategy} has the experts of each layer shared by {size} GPUs; take a multiple of them.",
+}
+"""Which numbers of GPUs a strategy takes, by the field of its size."""
 Place = Literal["gpu", "host", "disk"]
 
 
@@ -29,8 +34,9 @@ class Placement:
     """Over which optimizer state and master weights are split."""
     replicas: int
     """Copies of what is split."""
-    framework: Literal["plain", "replicated", "fully_shard", "zero"]
-    """Whose buffers are allocated: none, DistributedDataParallel, FSDP2, DeepSpeed."""
+    framework: Literal["plain", "in_parts", "replicated", "fully_shard", "zero"]
+    """Whose buffers are allocated: none, none where each process has a part of the model's own parameters,
+    DistributedDataParallel, FSDP2, DeepSpeed."""
     zero_stage: int = 0
     weights_on: Place = "gpu"
     """Of the sharded weights between the layers' uses."""
@@ -42,6 +48,13 @@ class Placement:
         return self.framework == "fully_shard" or self.zero_stage >= 2
 
     @property
+    def overlaps(self) -> bool:
+        """Weights and gradients travel beside the computation. DeepSpeed 0.19 reduces so in stage 3 alone
+        (runtime/zero/config.py, overlap_comm_valid); where the model is in parts, gradients wait for the last of
+        them."""
+        return self.framework in ("replicated", "fully_shard") or self.zero_stage == 3
+
+    @property
     def reach(self) -> int:
         """Layers from an end within which spans of the step differ from those in the middle: ZeRO-3 holds two layers
         gathered (``distributed.setup``)."""
@@ -49,18 +62,15 @@ class Placement:
 
 
 def placement_of(strategy: str, world_size: int) -> Placement:
-    """The placement of a strategy file on so many processes.
-
-    Raises:
-        KeyError: for a strategy that is none of ``PLANNED``.
-    """
+    """The placement of a strategy file on so many processes."""
     n = world_size
     shards = n // REPLICAS
     return {
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
-        "pp": Placement(1, 1, 1, n, "replicated"),  # of a stage: how many there are is the setting's to say
-        "tp": Placement(1, 1, 1, n, "replicated"),  # of a part of each layer, likewise
+        "pp": Placement(1, 1, 1, n, "in_parts"),  # of a stage: how many there are is the setting's to say
+        "tp": Placement(1, 1, 1, n, "in_parts"),  # of a part of each layer, likewise
+        "ep": Placement(1, 1, 1, n, "in_parts"),  # of what is no expert
         "fsdp2": Placement(n, n, n, 1, "fully_shard"),
         "fsdp2_offload": Placement(n, n, n, 1, "fully_shard", weights_on="host", optimizer_on="host"),
         "hsdp": Placement(shards, shards, shards, REPLICAS, "fully_shard"),
@@ -82,27 +92,19 @@ def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
     ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
     gathers of other processes it fetches from the host then, also where there is one process alone.
     """
-    if strategy in IN_PARTS:
+    if strategy in ("pp", "tp"):
         return ("single", 1)
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
-def world_sizes_problem(
-    strategy: str, world_size: int, context: int = 1, stages: int = 1, tensor: int = 1
-) -> str | None:
+def world_sizes_problem(strategy: str, world_size: int, size: int = 1) -> str | None:
     """Why a strategy cannot run on so many GPUs, as a sentence; None if it can.
 
     Args:
-        context: GPUs that compute each row together.
-        stages: of a pipeline.
-        tensor: GPUs that split each layer.
+        size: GPUs that do together what the strategy is for.
     """
-    if strategy == "tp" and (tensor == 1 or world_size % tensor):
-        return f"tp splits each layer over {max(2, tensor)} GPUs; take a multiple of them."
-    if strategy == "pp" and (stages == 1 or world_size % stages):
-        return f"pp has {max(2, stages)} stages, each on GPUs of its own; take a multiple of {max(2, stages)} GPUs."
-    if strategy in TOGETHER and (context == 1 or world_size % context):
-        return f"{strategy} has each row computed by {max(2, context)} GPUs; take a multiple of them."
+    if strategy in SIZES and (size == 1 or world_size % size):
+        return TAKEN_TOGETHER[SIZES[strategy].field].format(strategy=strategy, size=max(2, size))
     if strategy == "single" and world_size > 1:
         return "single is for one GPU; take ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):

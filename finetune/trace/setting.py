@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from finetune.config import sections
-from finetune.config.compatibility import Cell
+from finetune.config.compatibility import SIZES, Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
 from finetune.trace.placement import Placement, placement_of
+
+APART: dict[str, Any] = {size.field: 1 for size in SIZES.values()}
+"""Sizes of a setting whose GPUs do nothing together."""
 
 
 class Method(NamedTuple):
@@ -96,6 +99,10 @@ class Setting:
     """Of the layers that each stage of a pipeline has."""
     tensor: int = 1
     """GPUs that split each layer, and compute the same rows."""
+    experts: int = 1
+    """GPUs that share the experts of each layer."""
+    expert_load: int = 1
+    """Tokens that come to a GPU's experts, as a multiple of those that come where routers are balanced."""
 
     @classmethod
     def of(
@@ -160,10 +167,14 @@ class Setting:
         return placement_of(self.strategy, self.world_size)
 
     @property
+    def size(self) -> int:
+        """GPUs that do together what the strategy is for; 1 where it is for nothing of the kind."""
+        return getattr(self, SIZES[self.strategy].field) if self.strategy in SIZES else 1
+
+    @property
     def launched(self) -> str:
-        """Its strategy, with the GPUs of each row or layer, or with its stages."""
-        size = max(self.context, self.stages, self.tensor)
-        return f"{self.strategy} {size}" if size > 1 else self.strategy
+        """Its strategy, with its size."""
+        return f"{self.strategy} {self.size}" if self.size > 1 else self.strategy
 
     @property
     def cell(self) -> Cell:

@@ -161,7 +161,7 @@ class Tracer:
         positions = self.anatomy.positions
         longest = self.row_tokens if positions is None else min(self.row_tokens, positions)
         longest = max(2, longest // setting.context)
-        shards = setting.placement.weight_shards
+        shards = setting.placement.weight_shards * setting.experts
         whole = {*self.anatomy.dimensions, setting.rank, *dict(setting.ranks).values()}
         others = {setting.context, setting.context + 1}
         return prime_micro_batch(longest, whole | {-(-size // shards) for size in whole} | others)

@@ -35,7 +35,7 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
         ["--num_processes", str(setting.world_size)],
     ]
     if size := SIZES.get(setting.strategy):
-        flags.append([f"--{size.key}", str(getattr(setting, size.field))])
+        flags.append([f"--{size.key}", str(setting.size)])
     if machines.nodes > 1:
         flags += [
             ["--num_machines", str(machines.nodes)],

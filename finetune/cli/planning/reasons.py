@@ -1,11 +1,12 @@
 """An answer in sentences: why a row is recommended, what it needs, what it gives up, and what else there is."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from finetune.cli.planning import largest_term
 from finetune.planner.changes import given_up, reduction, with_8_bit_state, with_bf16_weights
 from finetune.planner.choose import Plan
-from finetune.planner.judged_rows import Need, Row
+from finetune.planner.judged_rows import Need, Row, judged
 from finetune.planner.preference import SAME_SPEED, bands
 from finetune.units import GIB
 
@@ -24,6 +25,7 @@ def reasons(plan: Plan) -> tuple[str, ...]:
         *_faster_offloaded(plan, plan.best),
         *_threads_of_the_host(plan.best),
         *_every_weight(plan, plan.best),
+        *_unbalanced(plan),
         largest_term.sentence(plan.question, plan.best),
     )
 
@@ -170,6 +172,20 @@ def _every_weight(plan: Plan, best: Row) -> list[str]:
     changed = f" with {joined(reduced)}" if reduced else ""
     speed = _speed(row, best)
     return [f"To train every weight, use {row.setting.launched}{changed}: {speed} of that speed (--method full)."]
+
+
+def _unbalanced(plan: Plan) -> list[str]:
+    """What it would take where routers are not balanced: of the first row whose GPUs share experts."""
+    sharing = [row for row in plan.rows if row.setting.experts > 1 and row.verdict != "does not fit"]
+    if not sharing:
+        return []
+    row = sharing[0]
+    loaded = judged(plan.question, replace(row.setting, expert_load=2))
+    more = (loaded.gpu.bytes - row.gpu.bytes) / GIB
+    return [
+        f"{row.setting.launched} is planned for balanced routers: with twice the tokens for its experts, a GPU needs "
+        f"{more:.1f} GiB more, at {_speed(loaded, row)} of the speed."
+    ]
 
 
 def joined(keys: Mapping[str, str]) -> str:
