@@ -12,6 +12,7 @@ from transformers import LlamaModel
 
 from finetune import distributed
 from finetune.distributed import pipeline_step
+from finetune.models import deferred_gradients
 from finetune.output.run_reading import read_run
 
 
@@ -46,6 +47,7 @@ def train(config: Any, stages: int) -> int:
         return int(scenarios.train(config)["world_size"])
 
 
+IN_ONE = {"train__pipeline_parts": 1, "train__pipeline_schedule": "1f1b"}
 SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
 
 
@@ -59,7 +61,7 @@ class Tuned:
     def __call__(
         self, name: str, processes: int, stages: int, precision: str = "no", **changes: Any
     ) -> list[dict[str, Any]]:
-        changes = self._settings | changes | ({"train__pipeline_parts": 1} if stages == 1 else {})
+        changes = self._settings | changes | (IN_ONE if stages == 1 else {})
         config = scenarios.configuration(self._model, self._train, self.folder / name, **changes)
         if stages == 1:
             self.ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
@@ -131,6 +133,41 @@ def passes_of(config: Any) -> list[tuple[int, int]]:
     with watched, mock.patch.object(pipeline_step._Runner, "forward", seen):
         scenarios.train(config)
     return found
+
+
+def actions_of(config: Any) -> str:
+    """Run the recipe; returns what this process did in the last step: F for each forward pass of a part, I for each
+    backward pass, with how many gradients of weights it has deferred, and W for when those are computed."""
+    found: list[str] = []
+    forward, backward = pipeline_step._Runner.forward, pipeline_step.backward
+    take = deferred_gradients.DeferredGradients.take
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append("F")
+        return forward(*args, **kwargs)
+
+    def taken(self: Any) -> Any:
+        later: Any = take(self)
+        (products,) = later.args
+        found.append(f"I{len(products)}")
+
+        def compute() -> None:
+            found.append("W")
+            later()
+
+        return compute
+
+    def anew(*args: Any) -> Any:
+        found.clear()
+        return backward(*args)
+
+    with (
+        mock.patch.object(pipeline_step, "backward", anew),
+        mock.patch.object(pipeline_step._Runner, "forward", seen),
+        mock.patch.object(deferred_gradients.DeferredGradients, "take", taken),
+    ):
+        scenarios.train(config)
+    return " ".join(found)
 
 
 def embedding_of(config: Any) -> str:

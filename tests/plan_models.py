@@ -140,6 +140,8 @@ class Llama:
             active_parameters=total,
             linear_parameters=self.layers * self.layer_linear,
             largest_parameter=max(map(math.prod, self.shapes)),
+            deferrable_share=1.0,
+            deferrable_width=sum(map(sum, self.linears)),
             dimensions=tuple(sorted({size for shape in self.shapes for size in shape})),
             sizes=(
                 ("num_attention_heads", self.heads[0]),

@@ -16,7 +16,7 @@ import yaml
 from alike import FIGURES, assert_alike, texts_in
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from finetune.models import interleaving
+from finetune.models.pipeline_order import Order
 from finetune.output.run_reading import read_run
 from finetune.run.opening import bubble_line
 
@@ -39,27 +39,30 @@ def order_of(rank: int, stages: int, parts: int, micro_batches: int) -> list[str
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 2), (2, 3), (3, 2), (4, 2), (4, 4)])
 def test_any_number_of_micro_batches_is_filled_up_and_keeps_as_many_passes_as_is_said(stages: int, parts: int):
+    order = Order(stages, parts)
     for given in range(1, 3 * stages + 1):
-        computed = interleaving.filled(given, stages)
+        computed = order.computed(given)
         assert given <= computed < given + stages
-        short = interleaving.shortest_alike(stages, parts, given)
+        short = order.shortest_alike(given)
         for rank, micro_batches in itertools.product((0, stages - 1), (computed, short)):
             kept = list(
                 itertools.accumulate(1 if each == "F" else -1 for each in order_of(rank, stages, parts, micro_batches))
             )
-            assert (kept[-1], max(kept)) == (0, interleaving.ahead(rank, stages, parts, given))
+            assert (kept[-1], max(kept)) == (0, order.ahead(rank, given))
 
 
 def test_stages_are_idle_for_as_much_less_as_they_have_parts():
     # of 8 micro-batches on 4 stages, 3 passes of one micro-batch are waited for; of halves of the layers 3 halves
-    assert interleaving.idle_share(4, 1, 8) == pytest.approx(3 / 11)
-    assert interleaving.idle_share(4, 2, 8) == pytest.approx(1.5 / 9.5)
-    assert interleaving.idle_share(2, 2, 5) == pytest.approx(1.5 / 6.5)  # one of which trains nothing
+    assert Order(4).idle_share(8) == pytest.approx(3 / 11)
+    assert Order(4, parts=2).idle_share(8) == pytest.approx(1.5 / 9.5)
+    assert Order(2, parts=2).idle_share(5) == pytest.approx(1.5 / 6.5)  # one of which trains nothing
 
 
 def test_a_run_says_how_long_stages_wait_and_what_trains_nothing():
-    assert bubble_line(4, 1, 8).startswith("8 micro-batches in a step for 4 stages: each is idle for 27% of it, less")
-    said = bubble_line(2, 2, 5)
+    assert bubble_line(Order(4), 8).startswith(
+        "8 micro-batches in a step for 4 stages: each is idle for 27% of it, less"
+    )
+    said = bubble_line(Order(2, parts=2), 5)
     assert said.startswith("5 micro-batches in a step for 2 stages of 2 parts: each is idle and computes 1 that trains")
     assert said.endswith("best a multiple of 2")
 

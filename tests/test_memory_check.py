@@ -9,10 +9,12 @@ import scenarios
 import torch
 from accelerate import Accelerator
 
+from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
 from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import state_bytes
 from finetune.run import model_setup, session
+from finetune.run.sizes import advice_on_memory
 from finetune.training import loss, memory_check
 from recipes import sft
 
@@ -127,3 +129,18 @@ def test_recipe_checks_its_largest_micro_batch_before_anything_is_written(
     monkeypatch.setattr(loss, "trained_positions", lambda given: seen.append(tuple(given.shape)) or original(given))
     sft.main(config)
     assert seen[0] == seen[1] == max(seen, key=lambda shape: shape[0] * shape[1])
+
+
+def test_where_layers_are_divided_advice_names_more_processes_for_them(
+    model_folder: Path, conversations: Path, tmp_path: Path
+):
+    changes = {"train__pipeline_schedule": "zero_bubble", "train__pipeline_parts": 2}
+    plain, deferred = (scenarios.configuration(model_folder, conversations, tmp_path, **each) for each in ({}, changes))
+    known: Any = {"rank": 0, "world_size": 8, "replicas": 1, "mixed_precision": "no", "rehearsal": True}
+    staged = advice_on_memory(deferred, Strategy("pp", **known, stages=4))
+    assert staged.startswith("Set one of train.pipeline_schedule 1f1b, train.pipeline_parts 1, ")
+    assert staged.endswith("; or launch with more stages than 4 (--megatron_lm_pp_degree).")
+    split = advice_on_memory(plain, Strategy("tp", **known, tensor=2))
+    assert split.endswith("; or launch with more GPUs for each layer than 2 (--megatron_lm_tp_degree).")
+    assert "pipeline" not in split
+    assert "on more GPUs than 8 with a strategy that shards" in advice_on_memory(plain, Strategy("ddp", **known))

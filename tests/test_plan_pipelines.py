@@ -21,7 +21,7 @@ from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import pipelines
 from finetune.planner.candidates import candidates, splits, why_not
-from finetune.planner.changes import sharded, spread
+from finetune.planner.changes import in_plain_order, sharded, spread
 from finetune.planner.choose import plan
 from finetune.planner.memory import step_memory
 from finetune.planner.question import question_about
@@ -71,7 +71,7 @@ def anatomy(traces: "dict[Any, Future[Anatomy]]") -> Anatomy:
 def test_a_pipeline_of_one_stage_is_the_model_on_one_gpu(traces: "dict[Any, Future[Step]]", anatomy: Anatomy):
     step, whole = traces[IN_FP32].result(), pipelines.Stage(0, 1, ((0, LAYERS),), 1.0)
     micro_batch = step.micro_batch(1, TOKENS)
-    found = pipelines.moments_of(step, IN_FP32, whole, micro_batch, anatomy.width)
+    found = pipelines.moments_of(step, IN_FP32, whole, micro_batch, anatomy)
     expected = step.moments(micro_batch, accumulation=IN_FP32.accumulation)
     assert [(each.phase, each.bytes) for each in found] == [(each.phase, each.bytes) for each in expected]
     assert pipelines.kernels_of(step, IN_FP32, whole) == [each for each in step.kernels if each.phase != "step"]
@@ -86,7 +86,7 @@ def test_weights_gradients_and_state_of_stages_are_those_that_real_stages_hold(
     two = replace(PIPELINE, world_size=2, stages=2)
     micro_batch = step.micro_batch(2, TOKENS)
     for stage, real in zip(pipelines.stages_of(two, anatomy), everyone, strict=True):
-        every = pipelines.moments_of(step, two, stage, micro_batch, anatomy.width)
+        every = pipelines.moments_of(step, two, stage, micro_batch, anatomy)
         found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
         room = ROUNDING * (len(real["tensors"]) + 2)
         assert found["weights"] == pytest.approx(real["parameters"], abs=room)
@@ -101,7 +101,7 @@ def test_a_stage_keeps_the_micro_batches_that_are_ahead_of_it(step: Step, anatom
         asked = replace(PIPELINE, accumulation=micro_batches)
         highest = []
         for stage in pipelines.stages_of(asked, anatomy):
-            every = pipelines.moments_of(step, asked, stage, micro_batch, anatomy.width)
+            every = pipelines.moments_of(step, asked, stage, micro_batch, anatomy)
             highest.append(max(each.categories["activations"] for each in every if each.phase == "backward"))
         found.append(highest)
     layers = [each.layers for each in pipelines.stages_of(PIPELINE, anatomy)]
@@ -116,7 +116,7 @@ def test_a_stage_keeps_the_micro_batches_that_are_ahead_of_it(step: Step, anatom
 def test_the_stage_that_needs_most_is_told(step: Step, anatomy: Anatomy):
     micro_batch = step.micro_batch(1, TOKENS)
     peaks = [
-        max(each.bytes for each in pipelines.moments_of(step, PIPELINE, stage, micro_batch, anatomy.width))
+        max(each.bytes for each in pipelines.moments_of(step, PIPELINE, stage, micro_batch, anatomy))
         for stage in pipelines.stages_of(PIPELINE, anatomy)
     ]
     memory = step_memory(step, PIPELINE, anatomy)
@@ -160,7 +160,7 @@ def test_layers_that_are_recomputed_are_the_first_of_the_model(
 
     def peaks(of: Step) -> list[float]:
         stages = pipelines.stages_of(PIPELINE, anatomy)
-        every = (pipelines.moments_of(of, PIPELINE, each, micro_batch, anatomy.width) for each in stages)
+        every = (pipelines.moments_of(of, PIPELINE, each, micro_batch, anatomy) for each in stages)
         return [max(moment.bytes for moment in moments) for moments in every]
 
     found, none, all_ = peaks(partly), peaks(step), peaks(again)
@@ -270,8 +270,8 @@ def test_parts_keep_more_activations_and_wait_less_by_what_is_held_of_each(step:
         stages = pipelines.stages_of(asked, anatomy)
         assert sum(each.layers for each in stages) == LAYERS
         assert {len(each.spans) for each in stages} == {asked.parts}
-        assert [each.ahead(6) for each in stages] == ([3, 2, 1] if asked.parts == 1 else [4, 3, 2])
-        moments = pipelines.moments_of(step, asked, stages[0], micro_batch, anatomy.width)
+        assert [each.ahead(asked.order, 6) for each in stages] == ([3, 2, 1] if asked.parts == 1 else [4, 3, 2])
+        moments = pipelines.moments_of(step, asked, stages[0], micro_batch, anatomy)
         activations.append(max(each.categories["activations"] for each in moments if each.phase == "backward"))
         time = step_time(step, asked, machines, anatomy, mean_document_tokens=TOKENS)
         idle.append(time.parts.idle)
@@ -281,6 +281,46 @@ def test_parts_keep_more_activations_and_wait_less_by_what_is_held_of_each(step:
     assert layers == pipelines.stages_of(two, anatomy)[0].layers
     assert activations[1] - activations[0] == pytest.approx(layers * kept + buffers)
     assert idle[1] == pytest.approx(idle[0] / 2, rel=0.25)
+
+
+def test_what_gradients_are_deferred_of_is_kept_by_later_stages_more(step: Step, anatomy: Anatomy):
+    plain = replace(PIPELINE, accumulation=6)
+    deferred = replace(plain, pipeline_schedule="zero_bubble")
+    micro_batch = step.micro_batch(1, TOKENS)
+    for number, stage in enumerate(pipelines.stages_of(plain, anatomy)):
+        assert stage.ahead(deferred.order, 6) == stage.ahead(plain.order, 6)
+        of_pass = 2 * TOKENS * anatomy.deferrable_width * stage.layers
+        phases: dict[str, list[float]] = {}
+        moments = [pipelines.moments_of(step, each, stage, micro_batch, anatomy) for each in (plain, deferred)]
+        for one, other in zip(*moments, strict=True):
+            more = other.categories.get("activations", 0.0) - one.categories.get("activations", 0.0)
+            phases.setdefault(one.phase, []).append(more)
+        assert phases["forward"] == pytest.approx([number * of_pass] * len(phases["forward"]))
+        assert min(phases["backward"]) == pytest.approx(number * of_pass)
+        assert max(phases["backward"]) == pytest.approx((number + 1) * of_pass)
+        assert set(phases["step"]) == {0.0}
+
+
+def test_stages_wait_for_one_another_without_the_gradients_of_weights():
+    step, machines = LLAMA_8B.tracer.step(Setting()), parse_gpus("4xH100")
+    plain = Setting("pp", 4, stages=4, accumulation=8, row_tokens=2048, layout="flat")
+    deferred = replace(plain, pipeline_schedule="zero_bubble")
+    assert pipelines.deferred_share(deferred, LLAMA_8B.anatomy) == 1.0
+    idle = [
+        step_time(step, each, machines, LLAMA_8B.anatomy, mean_document_tokens=2048).parts.idle
+        for each in (plain, deferred)
+    ]
+    assert idle[0] / 3 < idle[1] < idle[0] / 2  # products are not all that takes time
+    for nothing in ({"adapter": "lora"}, {"fp8": True}, {"pipeline_schedule": "1f1b"}):
+        assert pipelines.deferred_share(replace(deferred, **nothing), LLAMA_8B.anatomy) == 0.0
+
+
+def test_where_deferred_gradients_do_not_fit_the_plain_order_is_tried_first():
+    asked = Setting("pp", 8, stages=4, accumulation=8, parts=2, pipeline_schedule="zero_bubble", layout="flat")
+    found = [(each.parts, each.pipeline_schedule) for each in in_plain_order(asked)]
+    assert found == [(2, "1f1b"), (1, "1f1b")]
+    assert in_plain_order(replace(asked, parts=1, pipeline_schedule="1f1b")) == []
+    assert {(each.pipeline_schedule, each.stages) for each in sharded(asked)} == {("zero_bubble", 8), ("1f1b", 1)}
 
 
 def test_parts_are_those_of_the_configuration_and_of_pipelines_alone():

@@ -23,6 +23,7 @@ from finetune.cli import commands, train_verb
 from finetune.cli.planning import asked
 from finetune.config.command_line import parse
 from finetune.distributed import launcher
+from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.launcher import run_together
 from finetune.hardware.cards import parse_gpus
 from recipes.sft import Config, main
@@ -106,6 +107,28 @@ def test_files_in_the_current_folder_count_more_than_those_of_the_package(capsys
         assert (launch.config_file, launch.num_processes) == ("accelerate_configs/mine.yaml", 1)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "flag"),
+    [("pp", "megatron_lm_pp_degree"), ("tp", "megatron_lm_tp_degree"), ("cp", "parallelism_config_cp_size")],
+)
+def test_stages_and_other_sizes_of_a_strategy_are_told_to_accelerate(
+    strategy: str, flag: str, capsys: pytest.CaptureFixture[str]
+):
+    asked = SAMPLE, "--strategy", strategy, "--processes", "4"
+    launch = command_in(printed(capsys, *asked, "--size", "4"))[1]
+    assert getattr(launch, flag) == 4
+    assert f"--{flag}" not in printed(capsys, *asked)
+    file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    environment = launch_environment(file, 4, None, [f"--{flag}", "4"])
+    assert environment[flag.upper()] == "4"
+
+
+def test_sizes_that_a_strategy_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]):
+    said = refused(capsys, SAMPLE, "--strategy", "ddp", "--processes", "2", "--size", "2")
+    assert "--size 2 is for the strategy files cp, ulysses, pp, tp, ep, and this is ddp; leave it out." in said
+    assert "--size 1: must be at least 2" in refused(capsys, SAMPLE, "--strategy", "pp", "--size", "1")
+
+
 def test_precision_is_that_of_the_file_but_on_a_cpu_without_units_for_bf16(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -170,6 +193,18 @@ def test_strategy_on_gpus_is_the_planners_for_as_many_as_are_used(
     assert Path(offloaded.config_file).stem.endswith("_offload")
     monkeypatch.setattr(asked, "gpus_here", lambda: parse_gpus("8xV100-32GB"))
     assert command_in(printed(capsys, eight_gpus, "--adapter.type", "lora"))[1].mixed_precision == "fp16"
+
+
+def test_stages_that_the_planner_recommends_are_those_that_are_started(
+    eight_gpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    row = {"strategy": "pp", "stages": 4}
+    answer = {"recommended": 0, "reason": "It is fast.", "rows": [row], "machines": {"gpu": {"bf16": True}}}
+    done = subprocess.CompletedProcess([], 0, json.dumps(answer))
+    monkeypatch.setattr(train_verb.subprocess, "run", lambda *_, **__: done)
+    for asked_for, stages in ((), 4), (("--size", "2"), 2):
+        launch = command_in(printed(capsys, eight_gpus, *asked_for))[1]
+        assert (Path(launch.config_file).stem, launch.megatron_lm_pp_degree) == ("pp", stages)
 
 
 def test_what_cannot_fit_is_not_started_unless_a_strategy_is_named(

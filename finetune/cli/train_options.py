@@ -23,6 +23,13 @@ def add_train(verbs: Any) -> None:
         metavar="NAME_OR_FILE",
         help="a strategy file, or its name in accelerate_configs/; default: what finetune plan recommends",
     )
+    train.add_argument(
+        "--size",
+        metavar="N",
+        type=int,
+        help="how many of the GPUs are the stages of pp, split each layer under tp, share experts under ep, or compute "
+        "each row together under cp and ulysses; default: what the plan or the strategy file says",
+    )
     processes = train.add_mutually_exclusive_group()
     processes.add_argument("--gpus", metavar="N", type=int, help="GPUs to use; default: all of this machine")
     processes.add_argument(

@@ -13,6 +13,7 @@ from finetune.cli.hub_first import ask_for_run
 from finetune.cli.planning.launch_command import in_lines
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.config.command_line import parse
+from finetune.config.compatibility import SIZES
 from finetune.config.recipe_classes import class_of, script_of
 from finetune.config.sections import Run
 from finetune.errors import InputError
@@ -28,6 +29,8 @@ class Chosen(NamedTuple):
     why: str
     mixed_precision: str | None = None
     """None for that of its file."""
+    size: int | None = None
+    """Of those that ``config.compatibility.SIZES`` names; None for that of its file."""
 
 
 def train(options: argparse.Namespace) -> int:
@@ -53,12 +56,15 @@ def train(options: argparse.Namespace) -> int:
         chosen = Chosen(strategy_of_rehearsal(processes), "because there is no GPU to plan for")
     file = StrategyFile.read(named or _path_of(chosen.strategy))
     precision = options.mixed_precision or (named is None and chosen.mixed_precision) or file.precision_here()
+    size = _size_flags(file.path.stem, chosen.size if options.size is None else options.size)
     threads = max(1, cores.usable() // processes)
     words = [["accelerate", "launch"], ["--config_file", str(file.path)]]
     if "OMP_NUM_THREADS" not in os.environ:
         words[0].insert(0, f"OMP_NUM_THREADS={threads}")
     if file.communicates or processes > 1:
         words += [["--num_processes", str(processes)], ["--main_process_port", "0"]]
+    if size:
+        words.append(size)
     if precision != file.mixed_precision:
         words.append(["--mixed_precision", precision])
     words += [[str(script)], *_in_groups(arguments)]
@@ -76,7 +82,7 @@ def train(options: argparse.Namespace) -> int:
     print(in_lines(words), flush=True)
     if options.print_command:
         return 0
-    exit_code = launch(file, processes, precision, threads, script, arguments)
+    exit_code = launch(file, processes, precision, threads, script, arguments, flags=size)
     if options.json:
         print(json.dumps({"exit_code": exit_code} | _outcome(options, arguments, exit_code)))
     return exit_code
@@ -141,6 +147,23 @@ def _processes(options: argparse.Namespace, gpus: int) -> int:
     return asked
 
 
+def _size_flags(strategy: str, asked: int | None) -> list[str]:
+    """What ``accelerate launch`` is told of how many processes do together what a strategy is for.
+
+    Args:
+        strategy: name of its file.
+        asked: None for what its file says.
+    """
+    if asked is None:
+        return []
+    if strategy not in SIZES:
+        named = ", ".join(SIZES)
+        raise InputError(f"--size {asked} is for the strategy files {named}, and this is {strategy}; leave it out.")
+    if asked < 2:
+        raise InputError(f"--size {asked}: must be at least 2; change it, or leave it out.")
+    return [f"--{SIZES[strategy].key}", str(asked)]
+
+
 def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: int) -> Chosen:
     """The planner's choice for GPUs of this machine; weights and optimizer stay those of the configuration.
 
@@ -162,7 +185,9 @@ def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: in
         )
     bf16 = answer["machines"]["gpu"]["bf16"]
     why = f"by the plan: {answer['reason'].partition('. ')[0]}"
-    return Chosen(answer["rows"][answer["recommended"]]["strategy"], why, None if bf16 else "fp16")
+    row = answer["rows"][answer["recommended"]]
+    size = row[SIZES[row["strategy"]].field] if row["strategy"] in SIZES else None
+    return Chosen(row["strategy"], why, None if bf16 else "fp16", size)
 
 
 def _in_groups(arguments: Sequence[str]) -> list[list[str]]:

@@ -39,14 +39,16 @@ class Size(NamedTuple):
     """Of ``distributed.Strategy``, and of ``trace.Setting`` for those that the planner knows."""
     key: str
     """Of the launch file. In capitals, the name of the environment variable that ``accelerate launch`` makes of it."""
+    what: str
+    """In words."""
 
 
 SIZES = {
-    "cp": Size("context", "parallelism_config_cp_size"),
-    "ulysses": Size("context", "parallelism_config_sp_size"),
-    "pp": Size("stages", "megatron_lm_pp_degree"),
-    "tp": Size("tensor", "megatron_lm_tp_degree"),
-    "ep": Size("experts", "megatron_lm_expert_model_parallel_size"),
+    "cp": Size("context", "parallelism_config_cp_size", "GPUs for each row"),
+    "ulysses": Size("context", "parallelism_config_sp_size", "GPUs for each row"),
+    "pp": Size("stages", "megatron_lm_pp_degree", "stages"),
+    "tp": Size("tensor", "megatron_lm_tp_degree", "GPUs for each layer"),
+    "ep": Size("experts", "megatron_lm_expert_model_parallel_size", "GPUs for the experts of each layer"),
 }
 """Of the strategies that have one."""
 BITS = (None, 8, 4)
@@ -191,20 +193,28 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def pipeline_problems(strategy: str, *, parts: int, embedding_noise: bool, paired: bool, precision: str) -> list[str]:
+def pipeline_problems(
+    strategy: str, *, parts: int, schedule: str, embedding_noise: bool, paired: bool, precision: str
+) -> list[str]:
     """Why the processes of a launch cannot be the stages of a pipeline.
 
     Args:
         parts: of the layers that each stage has.
+        schedule: as ``train.pipeline_schedule``.
         embedding_noise: noise is added to embeddings.
         paired: answers are compared with one another.
         precision: the launch's mixed precision.
     """
     if strategy != "pp":
-        sentence = (
-            f"train.pipeline_parts is {parts}, but {strategy} has no stages; set it to 1, or use the strategy file pp."
-        )
-        return [sentence] if parts > 1 else []
+        plain = {
+            f"train.pipeline_parts is {parts}": ("1", parts == 1),
+            f"train.pipeline_schedule is {schedule}": ("1f1b", schedule == "1f1b"),
+        }
+        return [
+            f"{key}, but {strategy} has no stages; set it to {value}, or use the strategy file pp."
+            for key, (value, is_plain) in plain.items()
+            if not is_plain
+        ]
     found = {
         "pp computes the loss of one pass of one model, and preferences take several; use the strategy file "
         "fsdp2.": paired,

@@ -252,6 +252,10 @@ class Train(Section):
     pipeline_parts: PositiveInt = 1
     """Parts of the layers that each stage of pp has (interleaved 1F1B, arXiv:2104.04473): with 2, stages wait half as
     long for one another, send hidden states twice as often, and keep more activations. It never changes the result."""
+    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order in which stages of pp compute. zero_bubble (ZB-H1, arXiv:2401.10241): they defer the gradients of linear
+    layers' weights until they would else wait, which leaves a third of it, and keep more activations. Adapters have
+    nothing to defer. It never changes the result."""
     plan_check: Literal["on", "off"] = "on"
     """on: refuse a run whose predicted peak exceeds the GPU's memory before anything is loaded, and name the nearest
     configuration that fits. off: try it anyway."""

@@ -6,7 +6,7 @@ so a strategy file means the same in a notebook and in a shell.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from finetune.errors import InputError
 
 
 def launch_environment(
-    strategy_file: str | Path, num_processes: int, mixed_precision: str | None = None
+    strategy_file: str | Path, num_processes: int, mixed_precision: str | None = None, others: Sequence[str] = ()
 ) -> dict[str, str]:
     """Variables that ``accelerate launch --config_file FILE --num_processes N`` sets or changes.
+
+    Args:
+        others: other flags of it.
 
     Raises:
         ValueError: if the file is not a launch file.
     """
     flags = ["--config_file", str(strategy_file), "--num_processes", str(num_processes), "--main_process_port", "0"]
+    flags += others
     if mixed_precision is not None:
         flags += ["--mixed_precision", mixed_precision]
     args = accelerate_launch.launch_command_parser().parse_args([*flags, "recipe.py"])

@@ -83,13 +83,21 @@ def strategy_of_rehearsal(processes: int) -> str:
 
 
 def launch(
-    file: StrategyFile, processes: int, mixed_precision: str, threads: int, script: Path, arguments: Sequence[str]
+    file: StrategyFile,
+    processes: int,
+    mixed_precision: str,
+    threads: int,
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    flags: Sequence[str] = (),
 ) -> int:
     """Run a recipe's script on some processes of this machine; returns the exit code.
 
     Args:
         mixed_precision: as ``--mixed_precision`` of ``accelerate launch``.
         threads: of each process, where OMP_NUM_THREADS is not set.
+        flags: others of ``accelerate launch``.
 
     Raises:
         InputError: if Accelerate refuses the strategy file, or the precision.
@@ -97,7 +105,7 @@ def launch(
     command = [sys.executable, "-u", str(script), *arguments]
     override = mixed_precision if mixed_precision != file.mixed_precision else None
     try:
-        shared = launch_environment(file.path, processes, override)
+        shared = launch_environment(file.path, processes, override, flags)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"{file.path} cannot be launched: {first_line(error)}; change it.") from error
     if "TOKENIZERS_PARALLELISM" not in os.environ:

@@ -26,6 +26,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
+from finetune.models.deferred_gradients import DeferredGradients, deferring_layers
+from finetune.models.pipeline_order import Order
 from finetune.models.pipeline_stages import stages_of
 from finetune.models.recomputation import layers_of
 
@@ -47,16 +49,15 @@ class Pipeline:
     Args:
         model: whole, with its adapter, not prepared yet.
         dtype: in which it computes.
-        parts: of the layers that each stage has.
+        order: of its stages, in which micro-batches pass them.
     """
 
     strategy = "pp"
 
-    def __init__(
-        self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype, *, parts: int = 1
-    ) -> None:
+    def __init__(self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype, order: Order) -> None:
         self.stage, self.stages, self.device, self.dtype = strategy.stage, strategy.stages, device, dtype
-        self.parts = range(strategy.stage, strategy.stages * parts, strategy.stages)
+        self.order = order
+        self.parts = range(strategy.stage, strategy.stages * order.parts, strategy.stages)
         """Of the layers, by their numbers in the model."""
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
         width, ranks = strategy.data_processes, range(strategy.world_size)
@@ -94,6 +95,8 @@ class Pipeline:
         """The stage that counts each trained parameter: the first that has it."""
         self.shared = [name for name in trained if name in held[0] and name in held[-1]]
         """Embeddings that are the head's weights too."""
+        self.deferred = DeferredGradients(deferring_layers(model)) if order.zero_bubble else None
+        """Gradients of weights that a schedule computes later."""
         self.shells = {name: each for name, each in model.named_parameters() if name in self.owners and name not in own}
         """Of trained parameters of other stages."""
         _known[model] = self

@@ -1,17 +1,23 @@
 """The micro-batches of an optimizer step on their way through a pipeline, several of them at a time."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from finetune.data.batches import IGNORED
 from finetune.distributed.pipeline import PassedOn, Pipeline
 from finetune.errors import InputError
-from finetune.models import interleaving
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -23,9 +29,7 @@ def backward(
     micro_batches: Iterable[Any],
     scale: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Forward and backward passes of all micro-batches, in the order 1F1B: a stage computes as few of them ahead as
-    keep the next ones busy, and then one forward and one backward pass in turn (arXiv:1806.03377). Of several parts a
-    stage takes those passes in turn (``models.interleaving``). Collective.
+    """Forward and backward passes of all micro-batches, in the order of ``models.pipeline_order``. Collective.
 
     Args:
         scale: a loss to what gradients are of. They are added up over micro-batches and replicas.
@@ -34,7 +38,7 @@ def backward(
         The losses, in the last stage; zeros in the others.
     """
     given = _of_one_length(list(micro_batches))
-    computed = interleaving.filled(len(given), pipeline.stages) if len(pipeline.parts) > 1 else len(given)
+    computed = pipeline.order.computed(len(given))
     every = given + given[-1:] * (computed - len(given))
     losses = [torch.zeros((), device=pipeline.device) for _ in every]
     places = torch.arange(computed)
@@ -46,7 +50,7 @@ def backward(
     schedule = _schedule_of(pipeline, [each.stage() for each in parts], computed, learnt)
     target = places if pipeline.is_last else None
     try:
-        with pipeline.with_copies():
+        with pipeline.with_copies(), pipeline.deferred.collected() if pipeline.deferred else nullcontext():
             schedule.step(*[places] * pipeline.is_first, target=target, place=places, return_outputs=False)
     except RuntimeError as error:  # a schedule wraps whatever is raised in a stage
         raise _cause_of(error) from error
@@ -55,10 +59,13 @@ def backward(
 
 
 def _schedule_of(pipeline: Pipeline, parts: list[Any], micro_batches: int, loss: Any) -> Any:
+    how = {"loss_fn": loss, "scale_grads": False}
+    if pipeline.order.zero_bubble:
+        return ScheduleInterleavedZeroBubble(parts, micro_batches, **how)
     if len(parts) > 1:
-        return ScheduleInterleaved1F1B(parts, micro_batches, loss_fn=loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(parts, micro_batches, **how)
     kind = Schedule1F1B if micro_batches >= pipeline.stages else ScheduleGPipe  # the same order, of so few
-    return kind(parts[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return kind(parts[0], micro_batches, **how)
 
 
 def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any, micro_batches: int) -> None:
@@ -67,7 +74,7 @@ def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any,
     As many are computed as are on their way at a time. For the others there are buffers, of hidden states and of their
     gradients, which a schedule makes for all micro-batches before the first.
     """
-    at_once = interleaving.shortest_alike(pipeline.stages, len(pipeline.parts), micro_batches)
+    at_once = pipeline.order.shortest_alike(micro_batches)
     shape = *_next_tokens_of(micro_batch).shape, model.config.get_text_config().hidden_size
     count = 2 * len(pipeline.parts) * max(0, micro_batches - at_once)
     buffers = torch.empty(count, *shape, dtype=pipeline.dtype, device=pipeline.device)
@@ -109,6 +116,7 @@ class _Runner(torch.nn.Module):
             input_args=torch.arange(1) if self.part == 0 else hidden,
             output_args=torch.empty(1, requires_grad=True) if self.part == parts - 1 else hidden,
             group=pipeline.line,
+            dw_builder=pipeline.deferred.take if pipeline.deferred else None,
         )
 
     def forward(self, given: torch.Tensor, *, place: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from finetune.config.compatibility import (
 from finetune.config.refusals import batch_problems, recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
-from finetune.planner.changes import with_8_bit_state, with_bf16_weights
+from finetune.planner.changes import PLAIN_1F1B, with_8_bit_state, with_bf16_weights
 from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
@@ -67,8 +67,7 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
             continue
         for method in question.methods:
             for sizes in splits(strategy, question.machines, question.model.anatomy.layers):
-                parts = question.base.parts if "stages" in sizes else 1
-                how: dict[str, Any] = {"strategy": strategy, "parts": parts, **sizes}
+                how: dict[str, Any] = {"strategy": strategy, **sizes, **({} if "stages" in sizes else PLAIN_1F1B)}
                 base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
                 if why := why_not(question.model, base) or _too_few_rows(question, base):
                     left_out.append(Impossible(strategy, method, why))
@@ -146,6 +145,7 @@ def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
     return stage_problems("this model", len(model.anatomy.costs), setting.stages, setting.parts) + pipeline_problems(
         setting.strategy,
         parts=setting.parts,
+        schedule=setting.pipeline_schedule,
         embedding_noise=setting.embedding_noise,
         paired=setting.paired,
         precision=setting.precision,
@@ -206,7 +206,7 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
 
 
 def _launch(setting: Setting) -> dict[str, Any]:
-    return {name: getattr(setting, name) for name in ("strategy", "parts", *APART)}
+    return {name: getattr(setting, name) for name in ("strategy", *PLAIN_1F1B, *APART)}
 
 
 def _could_fit(row: Row) -> bool:

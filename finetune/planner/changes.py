@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from finetune.config.compatibility import SIZES, STRATEGIES, bf16_weights_problems
 from finetune.trace.placement import SPLITS, placement_of
@@ -15,6 +16,7 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
         "train.activation_checkpointing",
         lambda setting: setting.recomputes,
     ),
+    "pipeline_schedule": ("train.pipeline_schedule", lambda setting: setting.pipeline_schedule),
     "parts": ("train.pipeline_parts", lambda setting: str(setting.parts)),
     "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
     "weights": ("train.weights", lambda setting: setting.weights),
@@ -23,6 +25,8 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
     "row_tokens": ("data.max_length", lambda setting: str(setting.row_tokens)),
 }
 """Fields of a setting that are keys of the recipe, and their values there; the mildest change first."""
+PLAIN_1F1B: dict[str, Any] = {"parts": 1, "pipeline_schedule": "1f1b"}
+"""The order of a pipeline that keeps the fewest activations; also that of settings without stages."""
 GIVEN_UP = {
     "train.weights": "bf16 weights have no fp32 master copy: their updates are rounded stochastically.",
     "train.optimizer": "8-bit AdamW keeps its moments in 8 bits, block-wise.",
@@ -50,9 +54,10 @@ def with_checkpointing(setting: Setting) -> list[Setting]:
     )
 
 
-def with_one_part(setting: Setting) -> list[Setting]:
-    """Of the layers on each stage of a pipeline, which then keeps fewer activations."""
-    return [replace(setting, parts=1)] if setting.parts > 1 else []
+def in_plain_order(setting: Setting) -> list[Setting]:
+    """Of the stages of a pipeline, which then keep fewer activations: without what is deferred, and with one part."""
+    found = [replace(setting, pipeline_schedule="1f1b")] if setting.order.zero_bubble else []
+    return found + ([replace(setting, **PLAIN_1F1B)] if setting.parts > 1 else [])
 
 
 def with_8_bit_state(setting: Setting) -> list[Setting]:
@@ -79,7 +84,7 @@ def sharded(setting: Setting) -> list[Setting]:
     together = setting.world_size // setting.data_processes
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
-    apart = replace(setting, **APART, parts=1, accumulation=setting.accumulation // together)
+    apart = replace(setting, **APART, **PLAIN_1F1B, accumulation=setting.accumulation // together)
     for strategy in (each for each in STRATEGIES if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
@@ -90,9 +95,8 @@ def sharded(setting: Setting) -> list[Setting]:
 
 
 def _with_stages(setting: Setting, stages: int) -> Setting:
-    """With the rows of a step, and with as many parts of the layers where there are stages."""
-    accumulation = setting.accumulation * stages // setting.stages
-    return replace(setting, stages=stages, parts=setting.parts if stages > 1 else 1, accumulation=accumulation)
+    """With the rows of a step."""
+    return replace(setting, stages=stages, accumulation=setting.accumulation * stages // setting.stages)
 
 
 def spread(setting: Setting) -> list[Setting]:

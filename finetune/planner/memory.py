@@ -78,7 +78,7 @@ def step_memory(step: Step, setting: Setting, anatomy: Anatomy, *, large_workspa
         micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
         found = []
         for stage in pipelines.stages_of(setting, anatomy):
-            of_stage = partial(pipelines.moments_of, step, setting, stage, micro_batch, anatomy.width)
+            of_stage = partial(pipelines.moments_of, step, setting, stage, micro_batch, anatomy)
             found.append(_memory(of_stage(), partial(of_stage, on_course=True), step, setting, large_workspaces))
         return max(found, key=lambda each: each.peak)
     micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)

@@ -11,6 +11,7 @@ from finetune.planner.changes import (
     differing,
     given_up,
     in_4_bits,
+    in_plain_order,
     sharded,
     smaller_micro_batches,
     spread,
@@ -19,7 +20,6 @@ from finetune.planner.changes import (
     with_bf16_weights,
     with_cached_reference,
     with_checkpointing,
-    with_one_part,
     with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row, judged
@@ -58,7 +58,7 @@ class Nearest:
 def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged) -> Nearest | None:
     """The nearest way to train that fits the machines of a question; None if there is none.
 
-    From the mildest: a reference without a copy of the weights, one part of the layers on each stage of a pipeline, a
+    From the mildest: a reference without a copy of the weights, a plainer order of a pipeline's stages, a
     smaller micro-batch, activation checkpointing, sharding over the GPUs that there are, several of them for each row,
     8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A harsher change is made only where
     all milder ones together are not enough; rows are no shorter than they must be with all the others. No change
@@ -137,7 +137,7 @@ def _row_lengths(setting: Setting) -> Iterator[Setting]:
 
 _MILDEST_FIRST: tuple[Change, ...] = (
     with_cached_reference,
-    with_one_part,
+    in_plain_order,
     smaller_micro_batches,
     with_checkpointing,
     sharded,

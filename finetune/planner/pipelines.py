@@ -5,14 +5,16 @@ loss where it is not the last, and without embedding and head where it has none.
 micro-batches that are on their way: in the order 1F1B the first of S stages computes S ahead, the last one
 (arXiv:1806.03377). A step of M micro-batches takes as long as all stages take for one of them, and the slowest for the
 M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal). Where stages have several parts, more
-are on their way (``models.interleaving``), and each waits for the others for as much less as there are parts.
+are on their way (``models.pipeline_order``), and each waits for the others for as much less as there are parts. Where
+gradients of weights are deferred, it waits without the time T_W of these, in which it computes its own: (S - 1) (T_F +
+T_B - T_W) of equal stages (arXiv:2401.10241, table 2); what they are made of is kept beside the activations.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from finetune.models import interleaving
+from finetune.models.pipeline_order import Order
 from finetune.models.stage_cuts import cuts
 from finetune.trace.layers import Anatomy
 from finetune.trace.partly import PartlyRecomputed
@@ -45,9 +47,9 @@ class Stage:
     def layers(self) -> int:
         return sum(end - first for first, end in self.spans)
 
-    def ahead(self, micro_batches: int) -> float:
+    def ahead(self, order: Order, micro_batches: int) -> float:
         """Micro-batches whose activations it keeps at a time, parts of them added up as if they were equal."""
-        return interleaving.ahead(self.number, self.of, len(self.spans), micro_batches) / len(self.spans)
+        return order.ahead(self.number, micro_batches) / order.parts
 
 
 def stages_of(setting: Setting, anatomy: Anatomy) -> list[Stage]:
@@ -77,13 +79,13 @@ def _without_layers(step: Step) -> Step:
 
 
 def moments_of(
-    step: Step, setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int, *, on_course: bool = False
+    step: Step, setting: Setting, stage: Stage, micro_batch: MicroBatch, anatomy: Anatomy, *, on_course: bool = False
 ) -> Iterator[Moment]:
     """Moments of a stage's step. One some of whose layers are recomputed is taken to recompute none of those at hand.
 
     Args:
         step: of the whole model on one GPU.
-        width: elements of a hidden state.
+        anatomy: of the whole model.
         on_course: those of the lower depth in their order, for a picture; else the highest of each span.
     """
     recomputed, without = _recomputed(step, stage), _without_layers(step)
@@ -91,8 +93,10 @@ def moments_of(
     ends = {place: whole for place, (_, whole) in without.highest(micro_batch).items()}
     most_of_ends = {name: max(each.get(name, 0.0) for each in ends.values()) for name in OF_WEIGHTS}
     kept = sum(layers * kept_by_layer(like, micro_batch) for like, layers in recomputed if layers)
-    waiting = (stage.ahead(setting.accumulation) - 1) * kept
-    waiting += _buffers(setting, stage, micro_batch, width)
+    waiting = (stage.ahead(setting.order, setting.accumulation) - 1) * kept
+    waiting += _buffers(setting, stage, micro_batch, anatomy.width)
+    of_pass = _deferred_by_layer(setting, anatomy) * stage.layers / setting.parts
+    waiting += max(0, setting.order.deferred(stage.number, setting.accumulation) - 1) * of_pass
     copies = _copies(step, setting, stage)
     found = own.course(micro_batch) if on_course else own.moments(micro_batch, accumulation=setting.accumulation)
     for moment in found:
@@ -104,7 +108,8 @@ def moments_of(
         if not stage.is_last:
             held["logits"] = 0.0
         if moment.phase != "step":
-            held["activations"] = held.get("activations", 0.0) + waiting
+            own_deferred = of_pass * _layers_passed(moment, stage.layers) / stage.layers
+            held["activations"] = held.get("activations", 0.0) + waiting + own_deferred
             held["weight_copies"] = copies
         yield Moment(moment.phase, held)
 
@@ -120,6 +125,27 @@ def kept_by_layer(step: Step, micro_batch: MicroBatch) -> float:
         for layers in (0, 1)
     )
     return one - none
+
+
+def deferred_share(setting: Setting, anatomy: Anatomy) -> float:
+    """Of the gradients of the layers' weights, those that a pipeline defers."""
+    defers = setting.order.zero_bubble and setting.adapter == "none" and not setting.fp8
+    return anatomy.deferrable_share if defers else 0.0
+
+
+def _deferred_by_layer(setting: Setting, anatomy: Anatomy) -> float:
+    """Bytes that a layer keeps of a micro-batch between its backward pass and the gradients of its weights, at most."""
+    return float(sent_bytes(setting, anatomy.deferrable_width)) if deferred_share(setting, anatomy) else 0.0
+
+
+def _layers_passed(moment: Moment, layers: int) -> int:
+    """How many of so many layers the backward pass has come to, at most."""
+    if moment.phase != "backward":
+        return 0
+    if moment.place is None:
+        return layers
+    *_, end, number = moment.place
+    return {"start": layers - number, "end": number + 1, "apart": min(number, 1) * layers}.get(end, layers)
 
 
 def trained_share(step: Step, stage: Stage) -> float:
@@ -146,7 +172,7 @@ def kernels_of(step: Step, setting: Setting, stage: Stage) -> list[Kernel]:
 
 def computed(setting: Setting) -> int:
     """Micro-batches of a step on each replica, with those that train nothing."""
-    return setting.accumulation if setting.parts == 1 else interleaving.filled(setting.accumulation, setting.stages)
+    return setting.order.computed(setting.accumulation)
 
 
 def sent_bytes(setting: Setting, width: int) -> int:

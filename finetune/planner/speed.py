@@ -193,6 +193,10 @@ def _pipeline_time(
     handed_on = sum(each.seconds for each in sent if each.when != "step") / passes_through
     slowest = max(passes, key=lambda each: each.seconds)
     of_others = sum(each.seconds for each in passes) - slowest.seconds
+    # for the gradients of weights nobody waits, and while others compute theirs a stage computes its own
+    forward = [[each for each in kernels if each.phase == "forward"] for kernels in of_stages]
+    products = [pass_of(each, micro_batch, machines.gpu, rates, attended).matrix_products for each in forward]
+    deferred = pipelines.deferred_share(setting, anatomy) * (sum(products) - products[passes.index(slowest)])
     steps = [each for each in step.kernels if each.phase == "step"]
     update = pass_of(steps, micro_batch, machines.gpu, rates, attended).seconds
     micro, handovers = setting.accumulation / traced, passes_through + setting.stages - 1
@@ -203,7 +207,7 @@ def _pipeline_time(
             communication=handovers * handed_on + sum(each.seconds for each in sent if each.when == "step"),
             offload=0.0,
             optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
-            idle=(of_others / setting.parts + trains_nothing) / traced,
+            idle=((of_others - 2 * deferred) / setting.parts + trains_nothing) / traced,
         ),
         tokens=setting.tokens * setting.accumulation * setting.data_processes,
         model_flops=micro * useful_flops(step, micro_batch, attended) / setting.stages,

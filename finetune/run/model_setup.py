@@ -121,6 +121,6 @@ def build_optimizer(
     )
     if launch.stages > 1:  # of the whole model it has been built, by which rates and groups go
         dtype = distributed.compute_dtype(launch, train.weights)
-        parts = train.pipeline_parts
-        distributed.Pipeline(model, launch, accelerator.device, dtype, parts=parts).leave_own(built)
+        order = opening.order_of(cfg, launch)
+        distributed.Pipeline(model, launch, accelerator.device, dtype, order).leave_own(built)
     return built

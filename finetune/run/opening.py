@@ -18,7 +18,9 @@ from finetune.data.rows import Rows, identity_of
 from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.errors import refuse_if_any
-from finetune.models import continued_adapter, fp8, fused, interleaving, loading
+from finetune.models import continued_adapter, deferred_gradients, fp8, fused, loading
+from finetune.models.pipeline_order import Order, waited_for
+from finetune.models.recomputation import layers_of
 from finetune.models.spec import ModelSpec
 from finetune.optim import rounded_adamw
 from finetune.output import run_files
@@ -160,11 +162,29 @@ def _in_fp8(spec: ModelSpec) -> dict[str, int]:
     return {"linear layers in fp8": len(fp8.layers_of(spec.skeleton))} if spec.section.fp8 else {}
 
 
-def bubble_line(stages: int, parts: int, micro_batches: int) -> str:
-    """How long the stages of a pipeline wait in a step."""
-    share = interleaving.idle_share(stages, parts, micro_batches)
-    which = f"{stages} stages" + (f" of {parts} parts" if parts > 1 else "")
-    more = interleaving.filled(micro_batches, stages) - micro_batches if parts > 1 else 0
+def order_of(cfg: sections.Run, launch: distributed.Strategy) -> Order:
+    """In which micro-batches pass the stages of a pipeline."""
+    return Order(launch.stages, cfg.train.pipeline_parts, cfg.train.pipeline_schedule)
+
+
+def _waited_for(cfg: sections.Run, spec: ModelSpec, order: Order) -> float:
+    """Of a stage's time for a micro-batch, what the next one waits for and cannot fill."""
+    if not order.zero_bubble:
+        return 1.0
+    layers, again = len(layers_of(spec.skeleton)), cfg.train.recomputed_layers
+    deferred = 0.0 if cfg.adapter.type != "none" or cfg.model.fp8 else deferred_gradients.share_of(spec.skeleton)
+    return waited_for(deferred, recomputed=1.0 if again is None else again / layers)
+
+
+def bubble_line(order: Order, micro_batches: int, waited: float = 1.0) -> str:
+    """How long the stages of a pipeline wait in a step.
+
+    Args:
+        waited: as ``Order.idle_share`` takes it.
+    """
+    share, stages = order.idle_share(micro_batches, waited), order.stages
+    which = f"{stages} stages" + (f" of {order.parts} parts" if order.parts > 1 else "")
+    more = order.computed(micro_batches) - micro_batches
     filled = f" and computes {more} that train{'s' if more == 1 else ''} nothing" if more else ""
     return (
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} in a step for {which}: each is idle{filled} "
@@ -186,7 +206,8 @@ def introduction(
     if launch.stages > 1:
         at_a_time = cfg.train.least_micro_batch_size * launch.data_processes
         micro_batches = cfg.train.global_batch_size // at_a_time
-        lines.append(bubble_line(launch.stages, cfg.train.pipeline_parts, micro_batches))
+        order = order_of(cfg, launch)
+        lines.append(bubble_line(order, micro_batches, _waited_for(cfg, spec, order)))
     if cfg.model.random_weights:
         seed = cfg.train.seed
         lines.append(f"random weights drawn from seed {seed} (model.random_weights is set): the model is untrained")

@@ -95,6 +95,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + pipeline_problems(
             launch.name,
             parts=cfg.train.pipeline_parts,
+            schedule=cfg.train.pipeline_schedule,
             paired=isinstance(cfg, PairedRun),
             embedding_noise=cfg.train.neftune_alpha > 0,
             precision=launch.mixed_precision,

@@ -248,7 +248,7 @@ class Session:
             lambda: self.collate(heaviest, self.accelerator.device),
             optimizer_bytes=state_bytes(self.model, self.cfg.train.optimizer, averages=self.cfg.train.averages),
             what=describe_batch(heaviest),
-            advice=advice_on_memory(self.cfg, self.launch.world_size),
+            advice=advice_on_memory(self.cfg, self.launch),
         )
 
     def _make_up_for_evaluation(self, resumption: Resumption) -> None:

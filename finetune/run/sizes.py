@@ -7,6 +7,7 @@ import torch
 
 from finetune import distributed, planner
 from finetune.config import sections
+from finetune.config.compatibility import SIZES
 from finetune.config.refusals import planner_problems
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
@@ -138,10 +139,12 @@ def _plan(
     )
 
 
-def advice_on_memory(cfg: sections.Run, world_size: int) -> str:
+def advice_on_memory(cfg: sections.Run, launch: distributed.Strategy) -> str:
     """What of a configuration would take less memory, the cheapest first."""
     rows = cfg.train.least_micro_batch_size
     smaller = {
+        "train.pipeline_schedule 1f1b": cfg.train.pipeline_schedule != "1f1b",
+        "train.pipeline_parts 1": cfg.train.pipeline_parts > 1,
         f"train.micro_batch_size {rows // 2}": rows > 1,
         "train.activation_checkpointing full": cfg.train.activation_checkpointing != "full",
         f"data.max_length {cfg.data.max_length // 2}": True,
@@ -151,4 +154,11 @@ def advice_on_memory(cfg: sections.Run, world_size: int) -> str:
         "quantization.bits 4": cfg.adapter.type != "none" and cfg.quantization.bits == "none",
     }
     changes = ", ".join(change for change, helps in smaller.items() if helps)
-    return f"Set one of {changes}; or launch on more GPUs than {world_size} with a strategy that shards."
+    return f"Set one of {changes}; or launch {_on_more(launch)}."
+
+
+def _on_more(launch: distributed.Strategy) -> str:
+    """GPUs than there are, of which each then has less."""
+    if (size := SIZES.get(launch.name)) is None:
+        return f"on more GPUs than {launch.world_size} with a strategy that shards"
+    return f"with more {size.what} than {getattr(launch, size.field)} (--{size.key})"

@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import expert_layers, packing_support, pipeline_stages, tensor_plan
+from finetune.models import deferred_gradients, expert_layers, packing_support, pipeline_stages, tensor_plan
 from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
 from finetune.trace.placement import SPLITS
@@ -42,6 +42,8 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         heads=packing_support.heads_of(config),
         width=text.hidden_size,
         costs=tuple(pipeline_stages.costs_of(skeleton)),
+        deferrable_share=deferred_gradients.share_of(skeleton),
+        deferrable_width=deferred_gradients.width_of(skeleton),
         ties=head is not None and head.weight is skeleton.get_input_embeddings().weight,
         not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
         sizes=_shared_sizes(text, skeleton) if config is text else (),

@@ -37,6 +37,11 @@ class Anatomy:
     costs: tuple[float, ...] = ()
     """Of each layer and, in the last, the head: multiplications for a token. Empty where the model cannot be a
     pipeline."""
+    deferrable_share: float = 0.0
+    """Of the layers' multiplications, those with weights whose gradients a pipeline can defer."""
+    deferrable_width: int = 0
+    """Elements of a position that a layer keeps for these gradients, at most: inputs, each as if it were no other's,
+    and gradients of outputs."""
     ties: bool = False
     """Whether the embedding is the head's weight too."""
     not_spread: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from finetune.config import sections
 from finetune.config.compatibility import SIZES, Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
+from finetune.models.pipeline_order import Order
 from finetune.trace.placement import Placement, placement_of
 
 APART: dict[str, Any] = {size.field: 1 for size in SIZES.values()}
@@ -97,6 +98,8 @@ class Setting:
     """Of a pipeline, each on GPUs of its own."""
     parts: int = 1
     """Of the layers that each stage of a pipeline has."""
+    pipeline_schedule: str = "1f1b"
+    """As ``train.pipeline_schedule``."""
     tensor: int = 1
     """GPUs that split each layer, and compute the same rows."""
     experts: int = 1
@@ -159,6 +162,7 @@ class Setting:
             paired=isinstance(cfg, PairedRun),
             embedding_noise=train.neftune_alpha > 0,
             parts=train.pipeline_parts,
+            pipeline_schedule=train.pipeline_schedule,
         )
 
     @property
@@ -170,6 +174,11 @@ class Setting:
     def size(self) -> int:
         """GPUs that do together what the strategy is for; 1 where it is for nothing of the kind."""
         return getattr(self, SIZES[self.strategy].field) if self.strategy in SIZES else 1
+
+    @property
+    def order(self) -> Order:
+        """In which micro-batches pass the stages of a pipeline."""
+        return Order(self.stages, self.parts, self.pipeline_schedule)
 
     @property
     def launched(self) -> str:

@@ -108,6 +108,8 @@ class Moment:
 
     phase: str
     categories: dict[str, float]
+    place: Place | None = None
+    """Of its span, where it is the highest of one."""
 
     @property
     def bytes(self) -> float:
@@ -167,7 +169,7 @@ class Step:
         for place, (_, whole) in self.highest(micro_batch).items():
             is_there = place[1] < accumulation or place[0] == "step"  # of no later micro-batch
             if is_there and (phase := _phase(place[0], micro_batch)):
-                yield Moment(phase, whole)
+                yield Moment(phase, whole, place)
 
     @cached_property
     def _known(self) -> dict[MicroBatch, Highest]:

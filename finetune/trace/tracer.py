@@ -62,6 +62,7 @@ def key_setting(setting: Setting) -> Setting:
         accumulation=micro_batches,
         stages=1,
         parts=1,
+        pipeline_schedule="1f1b",
         tensor=1,
         paired=False,
         embedding_noise=False,

@@ -49,7 +49,8 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
 def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
     """Keys of the recipe that make a run this one, whatever its configuration says."""
     always = {KEYS[field][0]: KEYS[field][1](setting) for field in ("micro_batch_size", "activation_checkpointing")}
-    changed = differing(setting, question.base, ("weights", "optimizer", "adapter", "bits", "parts"))
+    fields = ("weights", "optimizer", "adapter", "bits", "parts", "pipeline_schedule")
+    changed = differing(setting, question.base, fields)
     if question.model.published_bits:
         changed.pop("quantization.bits", None)
     return always | changed
