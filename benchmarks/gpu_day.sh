@@ -16,7 +16,7 @@ shift
 if [ -n "${REHEARSAL:-}" ]; then export ACCELERATE_MIXED_PRECISION=bf16; fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-every=(tests fp8_8b lora_8b qlora_8b full_8b_8bit fp8_1b full_1b_bf16 full_1b plan checkpoint)
+every=(tests fp8_8b lora_8b offload_8b qlora_8b full_8b_8bit fp8_1b full_1b_bf16 full_1b plan checkpoint)
 minutes=8
 
 step() { # model, method, and further flags
@@ -43,6 +43,8 @@ run_part() {
     fp8_8b) step Llama-3.1-8B lora --peers recipe fp8 --micro_batch 4 ;;
     fp8_1b) step Llama-3.2-1B full --weights bf16 --peers recipe fp8 ;;
     lora_8b) step Llama-3.1-8B lora ;;
+    # of rows that the GPU holds in each of these ways, so that their speeds can be compared
+    offload_8b) step Llama-3.1-8B lora --peers recipe recomputed offloaded --max_length 16384 --rows 2 --micro_batch 1 ;;
     qlora_8b) step Llama-3.1-8B qlora ;;
     full_8b_8bit) step Llama-3.1-8B full --weights bf16 --optimizer adamw_8bit ;;
     full_1b_bf16) step Llama-3.2-1B full --weights bf16 ;;

@@ -4,11 +4,12 @@
   python -m benchmarks.step --models Llama-3.1-8B --methods lora qlora --max_length 4096 --packing
   python -m benchmarks.step --report                                   # table and chart of what is recorded
 
-Peers: the recipe, with rows padded, with plain kernels, and with ``model.fp8`` where it is asked for by name;
-transformers' ``Trainer``; TRL's ``SFTTrainer`` as it comes. Those that are installed run, each in a process of its own.
-They get the rows as the recipe tokenised, masked and ordered them, and each leaves one line of JSON in
-benchmarks/results/step.jsonl at once. Tokens are those of documents: no peer is credited for padding. A peer's model is
-in bf16, as both trainers load it; the recipe keeps fp32 masters unless ``--weights bf16``.
+Peers: the recipe, with rows padded, and with plain kernels; where they are asked for by name, with ``model.fp8``, with
+all layers recomputed, and with activations in host memory; transformers' ``Trainer``; TRL's ``SFTTrainer`` as it comes.
+Those that are installed run, each in a process of its own. They get the rows as the recipe tokenised, masked and
+ordered them, and each leaves one line of JSON in benchmarks/results/step.jsonl at once. Tokens are those of documents:
+no peer is credited for padding. A peer's model is in bf16, as both trainers load it; the recipe keeps fp32 masters
+unless ``--weights bf16``.
 Limits: one process and one GPU; models have random weights, so losses mean nothing.
 """
 
@@ -38,13 +39,17 @@ LENGTHS = (103, 129, 140, 150, 157, 164, 171, 178, 185, 193, 200, 211, 221, 231,
 tokenizer of SmolLM2."""
 TRAINED = 0.58
 """Share of their tokens that are trained."""
-CONFIGURED: dict[str, dict[str, Any]] = {
+CONFIGURED: dict[str, dict[str, dict[str, Any]]] = {
     "recipe": {},
-    "fp8": {"fp8": True},
-    "padded": {"attention": "sdpa"},
-    "plain": {"kernels": "plain"},
+    "fp8": {"model": {"fp8": True}},
+    "recomputed": {"train": {"activation_checkpointing": "full"}},
+    "offloaded": {"train": {"activation_checkpointing": "offload"}},
+    "padded": {"model": {"attention": "sdpa"}},
+    "plain": {"model": {"kernels": "plain"}},
 }
-"""What the recipe's own peers have in their section ``model``."""
+"""What the recipe's own peers have in their sections."""
+ASKED_FOR = ("fp8", "recomputed", "offloaded")
+"""Peers that run where they are asked for by name."""
 NEEDS = {"trl": ["trl"]}
 METHODS = ("full", "lora", "qlora")
 RANK = 16
@@ -90,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def default_peers() -> list[str]:
     """Those that are installed, and run on every device."""
-    return [peer for peer in PEERS if peer != "fp8" and all(map(importlib.util.find_spec, NEEDS.get(peer, [])))]
+    return [peer for peer in PEERS if peer not in ASKED_FOR and all(map(importlib.util.find_spec, NEEDS.get(peer, [])))]
 
 
 def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any]:
@@ -159,9 +164,9 @@ def by_recipe(case: dict[str, Any], folder: Path) -> Figures:
 
 
 def configuration(case: dict[str, Any], folder: Path, output: Path) -> dict[str, Any]:
-    adapted = case["method"] != "full"
+    adapted, own = case["method"] != "full", CONFIGURED.get(case["peer"], {})
     return {
-        "model": {"path": str(folder / "model"), **CONFIGURED.get(case["peer"], {})},
+        "model": {"path": str(folder / "model"), **own.get("model", {})},
         "adapter": {"type": "lora", "rank": RANK} if adapted else {},
         "quantization": {"bits": 4 if case["method"] == "qlora" else "none"},
         "data": {
@@ -178,6 +183,7 @@ def configuration(case: dict[str, Any], folder: Path, output: Path) -> dict[str,
             "weights": case["weights"],
             "optimizer": case["optimizer"],
             "plan_check": "off",
+            **own.get("train", {}),
         },
         "checkpoint": {"every": 0, "at_end": False},
     }

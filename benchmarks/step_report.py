@@ -12,6 +12,8 @@ RESULTS = Path(__file__).parent / "results" / "step.jsonl"
 PEERS = {
     "recipe": "recipe",
     "fp8": "recipe, fp8",
+    "recomputed": "recipe, layers recomputed",
+    "offloaded": "recipe, activations in host memory",
     "padded": "recipe, padded rows",
     "plain": "recipe, plain kernels",
     "trainer": "transformers' Trainer",

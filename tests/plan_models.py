@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import Placement
 from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import Depth, Held, Kernel, Sent, Span, Step
+from finetune.trace.shallow import HOST_COPY, Depth, Held, Kernel, Sent, Span, Step
 from finetune.trace.tensor_parts import part_config
 from finetune.trace.tracer import key_settings
 
@@ -242,7 +243,8 @@ def _spans(llama: Llama, setting: Setting, place: Placement, state: _State) -> I
     """Forward, loss, backward of each micro-batch, and step."""
     h, i, q, k = llama.hidden, llama.intermediate, llama.queries, llama.keys
     layer = 2 * (6 * h + 2 * q + 2 * k + 4 * i)
-    kept = llama.layers * 2 * h + layer if setting.activation_checkpointing else llama.layers * layer
+    inputs = 2 if setting.offloads_activations else llama.layers  # that of a layer, and the next one's
+    kept = inputs * 2 * h + layer if setting.activation_checkpointing else llama.layers * layer
     activations = {("activations", TOKEN): float(kept)}
     gathered = _gathered(llama, setting, place, state)
     always: Held = {("weights", CONSTANT): state.weights, ("optimizer", CONSTANT): state.optimizer}
@@ -296,7 +298,7 @@ def _kernels(llama: Llama, setting: Setting, place: Placement, state: _State) ->
         Kernel("loss", "moved", "softmax", 4, {}, {TOKEN: 12.0 * llama.vocabulary}, calls=micro),
         Kernel("backward", "moved", "softmax", 4, {}, {TOKEN: 12.0 * llama.vocabulary}, calls=micro),
     )
-    if again:
+    if again and not setting.offloads_activations:
         yield Kernel("backward", "attention", "attend again", 2, *scores, calls=layers)
     if not trains_all:
         yield Kernel("forward", "moved", "adapter", 2, *small, calls=2 * count * layers)
@@ -317,6 +319,9 @@ def _sent(llama: Llama, setting: Setting, place: Placement, state: _State) -> It
     world, layers, often = setting.world_size, llama.layers, setting.accumulation * llama.layers
     gradients = {CONSTANT: 4 * state.trained / layers}
     gathers = {CONSTANT: state.layer}
+    if setting.offloads_activations:
+        for phase, width in product(("forward", "backward"), (llama.hidden, llama.queries)):
+            yield Sent(phase, HOST_COPY, 1, {TOKEN: 2.0 * width}, often)
     if place.weight_shards > 1:
         shards = place.weight_shards
         yield Sent("forward", "_allgather_base_", shards, gathers, often)

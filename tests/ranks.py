@@ -94,7 +94,9 @@ def _without_a_plan(cfg: Any, launch: Any, spec: Any, batches: Any) -> Any:
 
     if cfg.train.micro_batch_size == "auto":
         return sizes.plan_of(cfg, launch, spec, batches)
-    return sizes.Planned(None, [], sizes.Sizes(cfg.train.micro_batch_size, cfg.train.recomputed_layers, batches.flat))
+    train = cfg.train
+    own = sizes.Sizes(train.micro_batch_size, train.recomputed_layers, train.offloads_activations, batches.flat)
+    return sizes.Planned(None, [], own)
 
 
 def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> None:

@@ -212,7 +212,7 @@ def test_key_that_takes_several_types_has_one_complaint_and_the_nearest(flags: l
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
-        ("activation_checkpointing", "must be auto or none or full or a whole number, got"),
+        ("activation_checkpointing", "must be auto or none or full or offload or a whole number, got"),
         ("micro_batch_size", "must be a whole number or auto, got"),
         ("seed", "must be a valid integer, got"),
         ("learning_rate", "must be a valid number, got"),

@@ -106,6 +106,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "adapter__rank": 4,
         "train__activation_checkpointing": 1,
     },
+    "lora, activations in host memory": {
+        "adapter__type": "lora",
+        "adapter__rank": 4,
+        "train__activation_checkpointing": "offload",
+    },
     "qlora, packed": {
         "adapter__type": "lora",
         "adapter__rank": 4,

@@ -9,6 +9,7 @@ from test_fused import model_of, step
 from test_lora_forward import adapted
 from transformers import PreTrainedModel
 
+from finetune.distributed.weight_copies import compute_with_copies
 from finetune.models import fp8, fused
 from finetune.models.deferred_gradients import DeferredGradients, deferring_layers, share_of, width_of
 from finetune.models.pipeline_stages import costs_of
@@ -49,6 +50,23 @@ def test_gradients_of_two_micro_batches_are_those_of_autograd(family: str, kind:
     assert found.keys() == of_autograd.keys()
     for name, gradient in of_autograd.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
+
+
+def test_weights_get_them_in_fp32_where_copies_in_16_bits_are_computed_with():
+    found = []
+    for defers in (False, True):
+        model = ready("llama", "fused")
+        layers = deferring_layers(model)
+        deferred = DeferredGradients(layers if defers else [])
+        with compute_with_copies(model, torch.bfloat16)(), deferred.collected():
+            for _ in range(2):
+                step(model)
+                deferred.take()()
+        found.append({name: each.grad for name, each in model.named_parameters()})
+        assert {each.weight.dtype for each in layers} == {torch.float32}
+    expected, gradients = found
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
 def test_outside_of_a_schedule_autograd_computes_them_at_once():

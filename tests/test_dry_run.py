@@ -50,6 +50,8 @@ SETTINGS = {
     "full, fp32": replace(SETTING, precision="no"),
     "lora": replace(SETTING, adapter="lora"),
     "lora, checkpointed": replace(SETTING, adapter="lora", activation_checkpointing=True),
+    "full, offloaded": replace(SETTING, activation_checkpointing=True, offloads_activations=True),
+    "lora, offloaded": replace(SETTING, adapter="lora", activation_checkpointing=True, offloads_activations=True),
     "dora, dropout": replace(SETTING, adapter="dora", dropout=0.1),
     "qlora": replace(SETTING, adapter="lora", bits=4),
     "lora, trained head": replace(SETTING, adapter="lora", modules_to_save=("lm_head",)),

@@ -89,7 +89,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "four stages": (4, 4, in_parts(2, train__micro_batch_size=1)),
     "a micro-batch that trains nothing": (
         *(2, 2),
-        in_parts(2, train__global_batch_size=10, train__activation_checkpointing="full"),
+        in_parts(2, train__global_batch_size=10, train__activation_checkpointing="offload"),
     ),
     "lora, replicas, one layer computed again": (4, 2, in_parts(2, **LORA, train__activation_checkpointing=1)),
     "fewer micro-batches than stages": (4, 4, in_parts(2, train__micro_batch_size=4)),

@@ -89,8 +89,8 @@ def test_pass_is_made_as_in_training(
 ):
     modes: list[bool] = []
 
-    def watched(model: Any, layers: int | None) -> None:
-        recompute_activations(model, layers)
+    def watched(model: Any, layers: int | None, *, offloads: bool) -> None:
+        recompute_activations(model, layers, offloads=offloads)
         model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
 
     monkeypatch.setattr(model_setup, "recompute_activations", watched)

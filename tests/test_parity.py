@@ -171,7 +171,11 @@ def test_bf16_losses_stay_within_the_stated_tolerance(
 @pytest.mark.parametrize(
     ("strategy", "recomputed"),
     thinned(
-        [("fsdp2", "full"), ("zero3", 1)], [("zero3", "full"), ("fsdp2", 1), ("ddp", "full"), ("ddp", 1), ("zero1", 1)]
+        [("fsdp2", "full"), ("zero3", 1), ("fsdp2", "offload"), ("zero3", "offload")],
+        [
+            *[("zero3", "full"), ("fsdp2", 1), ("ddp", "full"), ("ddp", 1), ("zero1", 1)],
+            *[("ddp", "offload"), ("zero2", "offload"), ("zero3_offload", "offload"), ("fsdp2_offload", "offload")],
+        ],
     ),
 )
 def test_recomputed_activations_change_nothing(strategy: str, recomputed: Any, run: Run, reference: Any):

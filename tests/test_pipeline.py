@@ -241,6 +241,7 @@ def test_a_run_goes_on_in_other_stages_and_without_any_as_one_that_was_not_inter
 IN_BF16: dict[str, tuple[int, int, dict[str, Any]]] = {
     "weights in bf16": (4, 2, {"train__weights": "bf16"}),
     "layers computed again": (3, 3, {"train__activation_checkpointing": "full"}),
+    "activations in host memory": (3, 3, LORA | {"train__activation_checkpointing": "offload"}),
     "fewer micro-batches than stages": (3, 3, LORA | {"train__micro_batch_size": 4}),
 }
 """Stages keep several micro-batches, with the same copies of fp32 weights."""

@@ -14,7 +14,8 @@ from tracing import begun, traced_step
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.hardware.cards import parse_gpus
 from finetune.hardware.rates import rates_of
-from finetune.planner.candidates import LONG_ROW_TOKENS, candidates, is_pointless, why_not
+from finetune.planner.candidates import candidates, is_pointless, why_not
+from finetune.planner.changes import LONG_ROW_TOKENS
 from finetune.planner.communication import transfers
 from finetune.planner.judged_rows import Row
 from finetune.planner.nearest import nearest_that_fits

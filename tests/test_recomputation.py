@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.config.sections import Train
 from finetune.errors import InputError
 from finetune.models import fused, recomputation
 from finetune.run.sizes import Sizes
@@ -17,11 +18,11 @@ from recipes import sft
 LAYERS = 4
 
 
-def model_of(model_type: str = "llama", **fields: Any) -> PreTrainedModel:
+def model_of(model_type: str = "llama", *, width: int = 64, **fields: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
-        hidden_size=64,
-        intermediate_size=160,
+        hidden_size=width,
+        intermediate_size=5 * width // 2,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -95,6 +96,8 @@ def test_a_number_of_layers_is_refused_where_the_decoder_recomputes_all_or_none(
             model.set_submodule(name, torch.nn.Identity())
     (problem,) = recomputation.problems(model, 2)
     assert "one by one; set it to none or full" in problem
+    (problem,) = recomputation.problems(model, None, offloads=True)
+    assert problem.startswith("train.activation_checkpointing is offload, but the layers of this model cannot")
     assert recomputation.problems(model, None) == recomputation.problems(model, 0) == []
 
 
@@ -102,5 +105,11 @@ def test_a_number_of_layers_is_refused_where_the_decoder_recomputes_all_or_none(
     ("everyone", "agreed"), [((0, 0), 0), ((0, 3), 3), ((4, 3), 4), ((0, None), None), ((None, 3), None)]
 )
 def test_unlike_processes_recompute_as_many_layers_as_the_smallest_gpu_needs(everyone: Any, agreed: int | None) -> None:
-    sizes = [Sizes(1, layers, True) for layers in everyone]
+    sizes = [Sizes(1, layers, False, True) for layers in everyone]
     assert sizes[0].agreed(sizes).recomputed_layers == agreed
+
+
+def test_unlike_processes_all_offload_where_one_of_them_must() -> None:
+    sizes = [Sizes(1, 3, False, True), Sizes(1, None, True, True)]
+    for each in sizes:
+        assert each.agreed(sizes).written_into(Train(output_dir="run")).activation_checkpointing == "offload"

@@ -141,7 +141,7 @@ def test_a_run_goes_on_over_other_processes_as_one_that_was_not_interrupted(name
 IN_BF16: dict[str, dict[str, Any]] = {
     "weights in bf16": {"train__weights": "bf16"},
     "masters in fp32": {},
-    "lora, layers computed again": LORA | {"train__activation_checkpointing": "full"},
+    "lora, activations in host memory": LORA | {"train__activation_checkpointing": "offload"},
     "qlora": LORA | {"model__path": "wide", "quantization__bits": 4},
 }
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.compat.torch_private import storage_key, without_modes
+from finetune.compat.torch_private import DispatchMode, storage_key, without_modes
 
 Change = tuple[Any, str, Any]
 """A module or class, the name of one of its attributes, and what to put in its place."""
@@ -137,14 +136,6 @@ def _makes_new(func: Any) -> bool:
     takes = any(str(each.type) in ("Tensor", "Optional[Tensor]") for each in schema.arguments)
     gives = bool(schema.returns) and all(str(each.type) == "Tensor" for each in schema.returns)
     return takes and gives and not aliases and torch.Tag.dynamic_output_shape not in func.tags
-
-
-class DispatchMode(TorchDispatchMode):
-    """A mode that nobody compiles under: each operation is spared a wrapper that keeps Dynamo away."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 def operation_name(function: Any) -> str:

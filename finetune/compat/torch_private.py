@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 GROWTH_TRACKER = "_growth_tracker"
 """Key of the good steps since the scale changed, in ``GradScaler.state_dict``. Goes with a public getter and setter."""
@@ -24,6 +24,14 @@ without_modes = _disable_current_modes
 # one tensor of each process, end to end, and its reverse: by the names of 2.13; go when it is required
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees each operation below autograd. Nobody compiles under it: each is spared a wrapper that keeps Dynamo away."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

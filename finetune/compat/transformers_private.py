@@ -1,7 +1,7 @@
 """Private names of transformers. Read in 5.17 to 5.23."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -38,6 +38,12 @@ def forget_conversions(model: Any) -> None:
     Goes when ``remove_quantization_config`` does it.
     """
     model._weight_conversions = None
+
+
+def checkpoint_by(layer: Any, function: Callable[..., Any]) -> None:
+    """Have a layer whose activations are checkpointed call a function, with its forward and its arguments, in the place
+    of PyTorch's. Goes when ``activation_checkpointing_enable`` takes a function."""
+    layer._gradient_checkpointing_func = function
 
 
 @contextlib.contextmanager

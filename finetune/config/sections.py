@@ -245,10 +245,10 @@ class Train(Section):
     """fp32_master: trained weights and optimizer state in fp32, computation in the launch file's mixed_precision. bf16:
     weights, gradients and optimizer state in bf16, for half the memory. AdamW then rounds its updates stochastically,
     because rounding to nearest would lose most small updates."""
-    activation_checkpointing: Literal["auto", "none", "full"] | PositiveInt = "auto"
+    activation_checkpointing: Literal["auto", "none", "full", "offload"] | PositiveInt = "auto"
     """full: recompute each layer in the backward pass, which saves memory and adds about a third more computation. A
-    number: recompute so many layers, the first ones. auto: the planner recomputes as few as leave a tenth of the GPU's
-    memory free; none on a CPU."""
+    number: as many layers, the first ones. offload: full, but for attention, with what is kept in host memory: for very
+    long rows. auto: as few as leave a tenth of the GPU's memory free, offload where full does not; none on a CPU."""
     pipeline_parts: PositiveInt = 1
     """Parts of the layers that each stage of pp has (interleaved 1F1B, arXiv:2104.04473): with 2, stages wait half as
     long for one another, send hidden states twice as often, and keep more activations. It never changes the result."""
@@ -278,6 +278,11 @@ class Train(Section):
         if isinstance(self.activation_checkpointing, int):
             return self.activation_checkpointing
         return None if self.recomputes else 0
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what recomputed layers keep is in host memory."""
+        return self.activation_checkpointing == "offload"
 
     @property
     def averages(self) -> bool:

@@ -2,7 +2,8 @@
 
 ``spec`` (what is known before weights are read), ``loading`` (configuration, tokenizer, weights, answers),
 ``end_tokens`` (at which a model stops), ``initialisation`` (of random weights), ``recomputation`` (activation
-checkpointing), ``fused`` (norms and gated products), ``rotary`` (queries and keys turned by their positions),
+checkpointing), ``activation_offload`` (what is kept of it, in host memory), ``fused`` (norms and gated products),
+``rotary`` (queries and keys turned by their positions),
 ``lora_forward``, ``fp8`` with ``fp8_kernel`` (products in 8 bits), ``new_tokens`` (that a chat template adds),
 ``token_rows`` (trained, of a frozen embedding), ``deferred_gradients`` (of weights, in a pipeline), ``weight_files``
 (headers, without PyTorch), ``model_config`` (a config.json, without PyTorch), ``weights`` (whether they are the

@@ -89,7 +89,7 @@ class Order:
 
 def waited_for(deferred: float, recomputed: float) -> float:
     """Of the time that a process takes for a micro-batch, the share in which the next one waits for it and does not
-    compute what it has deferred: T_F + T_B - T_W of T_F + T_B + T_W (arXiv:2401.10241, table 2).
+    compute what it has deferred: T_F + T_B - T_W of T_F + T_B + T_W (arXiv:2401.10241, section 2.3).
 
     A forward pass, the gradients of inputs, and those of weights are taken to be as long.
 

@@ -13,13 +13,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.config.refusals import recomputation_problems
+from finetune.models.activation_offload import offload_activations
 
 
-def recompute_activations(model: PreTrainedModel, layers: int | None = None) -> None:
+def recompute_activations(model: PreTrainedModel, layers: int | None = None, *, offloads: bool = False) -> None:
     """Keep the input of each layer alone, and compute the rest again in the backward pass.
 
     Args:
         layers: of how many, the first ones; None for all.
+        offloads: keep these inputs in host memory, and what attention returned, which is not computed again.
     """
     with warnings.catch_warnings():  # transformers has renamed it in 5.20; under the old name it is there until 6
         warnings.simplefilter("ignore", FutureWarning)
@@ -27,6 +29,9 @@ def recompute_activations(model: PreTrainedModel, layers: int | None = None) -> 
     if layers is not None:
         for layer in layers_of(model)[layers:]:
             layer.gradient_checkpointing = False
+    if offloads:
+        model.disable_input_require_grads()  # of frozen embeddings a graph would keep what they return
+        offload_activations(layers_of(model))
 
 
 def layers_of(model: torch.nn.Module) -> list[Any]:
@@ -42,16 +47,18 @@ def recomputed_parts(model: torch.nn.Module) -> set[torch.nn.Module]:
     return {part for layer in layers if layer.gradient_checkpointing for part in layer.modules()}
 
 
-def problems(model: torch.nn.Module, layers: int | None) -> list[str]:
+def problems(model: torch.nn.Module, layers: int | None, *, offloads: bool = False) -> list[str]:
     """Why so many of a model's layers cannot be recomputed, as a sentence.
 
     Args:
         model: its weights may be on the meta device.
+        offloads: what they keep is in host memory.
     """
     there = len(layers_of(model))
-    if layers and not there:
+    if (layers or offloads) and not there:
+        asked = "offload" if offloads else layers
         return [
-            f"train.activation_checkpointing is {layers}, but the layers of this model cannot be recomputed one by "
+            f"train.activation_checkpointing is {asked}, but the layers of this model cannot be recomputed one by "
             "one; set it to none or full."
         ]
     return recomputation_problems(layers, there)

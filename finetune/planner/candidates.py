@@ -30,7 +30,13 @@ from finetune.config.compatibility import (
 from finetune.config.refusals import batch_problems, recomputation_problems
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
-from finetune.planner.changes import PLAIN_1F1B, with_8_bit_state, with_bf16_weights
+from finetune.planner.changes import (
+    LONG_ROW_TOKENS,
+    PLAIN_1F1B,
+    with_8_bit_state,
+    with_bf16_weights,
+    with_offloaded_activations,
+)
 from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
@@ -40,9 +46,6 @@ from finetune.trace.setting import APART, Method, Setting
 SAME_SETTING_SPEED = 0.01
 """Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
 ``preference.SAME_SPEED``, because their predictions share their errors."""
-LONG_ROW_TOKENS = 16384
-"""From where ways to train with several GPUs for each row are compared without being named. Of shorter rows a GPU has
-room for several, or for all of a layer's activations, and these ways take longer to compare than all others."""
 Judge = Callable[[Question, Setting], Row]
 
 
@@ -191,8 +194,8 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
     """
     found: list[Row] = []
     for method in question.methods:
-        on_gpu = [row for row in rows if row.setting.method == method and not row.offloads]
-        if method.adapter != "none" or any(row.verdict == "fits" for row in on_gpu):
+        on_gpu = [row for row in rows if row.setting.method == method and row.setting.placement.optimizer_on == "gpu"]
+        if method.adapter != "none" or any(row.verdict == "fits" and not row.offloads for row in on_gpu):
             continue
         on_gpu = [row for row in on_gpu if _could_fit(row)]
         for base in _reductions(question):
@@ -271,10 +274,13 @@ def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[S
 
     speeds: dict[Setting, float] = {}
     most = math.inf  # recomputing is faster only where it lets a larger micro-batch fit
-    for checkpointing in question.checkpointing:
-        if speeds and max(speeds.values()) >= (1 - SAME_SETTING_SPEED) * most:
+    ways = [question.ways(base, checkpointing=checkpointing) for checkpointing in question.checkpointing]
+    if len(ways) > 1:
+        ways.append([each for setting in ways[-1] for each in with_offloaded_activations(setting)])
+    for settings in filter(None, ways):
+        offloads = settings[0].offloads_activations and not base.offloads_activations  # where nothing else fits
+        if speeds and (offloads or max(speeds.values()) >= (1 - SAME_SETTING_SPEED) * most):
             break
-        settings = question.ways(base, checkpointing=checkpointing)
         yield settings
         possible = {setting: _tokens_per_second(question, setting) for setting in settings}
         if row(settings[0]).verdict == "fits":
@@ -282,7 +288,7 @@ def _search(question: Question, base: Setting, judge: Judge) -> Generator[list[S
             speeds |= {setting: possible[setting] for setting in settings[:fitting]}
         most = max(possible.values())
     if len(question.checkpointing) > 1 and base.stages == 1:
-        recomputing = [setting for setting in speeds if setting.activation_checkpointing]
+        recomputing = [setting for setting in speeds if setting.recomputes == "full"]
         partly = [each for each in map(partial(_partly, question), recomputing) if row(each).verdict == "fits"]
         speeds |= {setting: _tokens_per_second(question, setting) for setting in partly}
     if speeds:

@@ -9,6 +9,10 @@ from finetune.trace.placement import SPLITS, placement_of
 from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
+LONG_ROW_TOKENS = 16384
+"""From where what is for long rows is compared without being named: several GPUs for each row, and activations in host
+memory. Of shorter rows a GPU has room for several, or for all of a layer's activations, and these ways take longer
+to compare than all others."""
 KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
     "reference": ("dpo.reference", lambda setting: setting.reference),
     "micro_batch_size": ("train.micro_batch_size", lambda setting: str(setting.micro_batch_size)),
@@ -17,6 +21,7 @@ KEYS: dict[str, tuple[str, Callable[[Setting], str]]] = {
         lambda setting: setting.recomputes,
     ),
     "pipeline_schedule": ("train.pipeline_schedule", lambda setting: setting.pipeline_schedule),
+    "offloads_activations": ("train.activation_checkpointing", lambda setting: setting.recomputes),
     "parts": ("train.pipeline_parts", lambda setting: str(setting.parts)),
     "optimizer": ("train.optimizer", lambda setting: setting.optimizer),
     "weights": ("train.weights", lambda setting: setting.weights),
@@ -49,9 +54,16 @@ def with_cached_reference(setting: Setting) -> list[Setting]:
 def with_checkpointing(setting: Setting) -> list[Setting]:
     return (
         []
-        if setting.recomputes == "full"
+        if setting.recomputes in ("full", "offload")
         else [replace(setting, activation_checkpointing=True, recomputed_layers=None)]
     )
+
+
+def with_offloaded_activations(setting: Setting) -> list[Setting]:
+    """Of long rows, what recomputed layers keep in host memory."""
+    if setting.recomputes != "full" or setting.own_row_tokens < LONG_ROW_TOKENS:
+        return []
+    return [replace(setting, offloads_activations=True)]
 
 
 def in_plain_order(setting: Setting) -> list[Setting]:

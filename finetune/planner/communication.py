@@ -17,7 +17,7 @@ from finetune.planner.pipelines import Stage, computed, sent_bytes, trained_shar
 from finetune.trace.layers import Anatomy
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import Sent, Step
+from finetune.trace.shallow import HOST_COPY, Sent, Step
 from finetune.units import MIB
 
 When = Literal["forward", "backward", "step"]
@@ -61,12 +61,18 @@ def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) ->
     """All traffic of an optimizer step."""
     found: dict[str, Transfer] = {}
     for each in step.sent if setting.world_size > 1 else ():
+        if each.name == HOST_COPY:
+            continue
         one = _collective(each, step, setting, machines)
         if known := found.get(one.what):
             calls, seconds = known.calls + one.calls, known.seconds + one.seconds
             one = replace(one, bytes=known.bytes + one.bytes, calls=calls, seconds=seconds)
         found[one.what] = one
-    every = (*found.values(), *_offload(step, setting, machines, rates))
+    every = (
+        *found.values(),
+        *_offload(step, setting, machines, rates),
+        *_offloaded_activations(step, setting, machines),
+    )
     return tuple(each for each in every if each.bytes)
 
 
@@ -91,7 +97,8 @@ def pipeline_transfers(
         largest = max(trained_share(step, stage) for stage in stages)
         elements = largest * sum(count * math.prod(shape) for shape, count in step.trained().items())
         found.append(_over_replicas(elements, setting, *_route(machines, replicas, 1), replicas))
-    return tuple(found)
+    most = max(stage.layers for stage in stages)
+    return (*found, *_offloaded_activations(step, setting, machines, share=most / step.layers))
 
 
 def tensor_transfers(step: Step, setting: Setting, machines: Machines, anatomy: Anatomy) -> tuple[Transfer, ...]:
@@ -126,7 +133,7 @@ def tensor_transfers(step: Step, setting: Setting, machines: Machines, anatomy: 
     if (replicas := setting.data_processes) > 1:
         elements = sum(count * math.prod(shape) for shape, count in step.trained().items())
         found.append(_over_replicas(elements, setting, *_route(machines, replicas, size), replicas))
-    return tuple(each for each in found if each.bytes)
+    return tuple(each for each in (*found, *_offloaded_activations(step, setting, machines)) if each.bytes)
 
 
 def _over_replicas(elements: float, setting: Setting, gb_per_second: float, latency: float, replicas: int) -> Transfer:
@@ -213,3 +220,23 @@ def _offload(step: Step, setting: Setting, machines: Machines, rates: Rates) -> 
         state = 2 * 12 * trained / placement.optimizer_shards  # master and both moments of AdamW, read and written
         travels("optimizer state from and to disk", "step", state, times=1, through=disk, overlaps=False)
     return found
+
+
+def _offloaded_activations(step: Step, setting: Setting, machines: Machines, *, share: float = 1.0) -> list[Transfer]:
+    """What recomputed layers keep, which leaves in the forward pass and comes back in the backward pass.
+
+    Args:
+        share: of the model's layers that one GPU has.
+    """
+    times = setting.accumulation / step.micro_batches * share
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
+    through = machines.gpu.host_link.gb_per_second * 1e9
+    found = []
+    ways: dict[When, str] = {"forward": "to", "backward": "from"}
+    for when, way in ways.items():
+        copied = [each for each in step.sent if (each.name, each.phase) == (HOST_COPY, when)]
+        size = times * sum(each.calls * micro_batch.value(each.bytes) for each in copied)
+        layers = times * max((each.calls for each in copied), default=0.0)  # each of which copies several tensors
+        what = f"activations {way} the host"
+        found.append(Transfer(what, when, size, layers, size / through, overlaps=True, is_collective=False))
+    return [each for each in found if each.bytes]

@@ -64,7 +64,7 @@ class Row:
     @property
     def offloads(self) -> bool:
         """Whether anything waits in host memory or on disk for its use."""
-        return self.setting.placement.optimizer_on != "gpu"
+        return self.setting.placement.optimizer_on != "gpu" or self.setting.offloads_activations
 
     @property
     def worst(self) -> Need:

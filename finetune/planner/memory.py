@@ -15,7 +15,7 @@ from finetune.planner import pipelines
 from finetune.trace.layers import Anatomy
 from finetune.trace.placement import Placement
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import Moment, Step
+from finetune.trace.shallow import HOST_COPY, Moment, Step
 from finetune.units import MIB
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathered", "workspace")
@@ -168,6 +168,22 @@ def _state_bytes(optimizer: str, setting: Setting, one: Trained) -> float:
     return sum(state_tensors(optimizer, setting.weights, one, averages=setting.averages))
 
 
+def offloaded_bytes(step: Step, anatomy: Anatomy, setting: Setting) -> float:
+    """Of what recomputed layers keep in the host memory of one process: of a micro-batch, or of as many as are on their
+    way through a pipeline. PyTorch rounds pinned memory up to powers of two (ATen/core/CachingHostAllocator.h)."""
+    micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
+    leaving = [each for each in step.sent if each.name == HOST_COPY and each.phase == "forward"]
+    of_model = sum(each.calls * _pinned(micro_batch.value(each.bytes)) for each in leaving) / step.micro_batches
+    if setting.stages == 1:
+        return of_model
+    stages = pipelines.stages_of(setting, anatomy)
+    return of_model * max(each.ahead(setting.accumulation) * each.layers for each in stages) / anatomy.layers
+
+
+def _pinned(size: float) -> int:
+    return 1 << (math.ceil(size) - 1).bit_length()
+
+
 def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
     """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
 
@@ -188,9 +204,10 @@ def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_m
         largest = compute * anatomy.largest_parameter
         from_host = place.framework == "fully_shard" or setting.stages > 1 or setting.tensor > 1
         loading = (quantised if from_host else largest) * processes_of_machine
+    inputs = offloaded_bytes(step, anatomy, setting)
     if place.optimizer_on == "gpu":
-        return math.ceil(loading)
-    copied = reference_bytes(step, setting)
+        return math.ceil(max(loading, inputs * processes_of_machine))
+    copied = reference_bytes(step, setting) + inputs
     if place.framework == "zero":
         held = _held_by_zero(step, anatomy, setting, place) + copied
         return math.ceil(max(loading, held * processes_of_machine))

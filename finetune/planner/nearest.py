@@ -20,6 +20,7 @@ from finetune.planner.changes import (
     with_bf16_weights,
     with_cached_reference,
     with_checkpointing,
+    with_offloaded_activations,
     with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row, judged
@@ -60,9 +61,9 @@ def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged)
 
     From the mildest: a reference without a copy of the weights, a plainer order of a pipeline's stages, a
     smaller micro-batch, activation checkpointing, sharding over the GPUs that there are, several of them for each row,
-    8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A harsher change is made only where
-    all milder ones together are not enough; rows are no shorter than they must be with all the others. No change
-    offloads. What fits without being tight comes first.
+    activations in host memory, 8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A
+    harsher change is made only where all milder ones together are not enough; rows are no shorter than they must be
+    with all the others. No change offloads weights or optimizer state. What fits without being tight comes first.
 
     Args:
         start: what does not fit.
@@ -142,6 +143,7 @@ _MILDEST_FIRST: tuple[Change, ...] = (
     with_checkpointing,
     sharded,
     spread,
+    with_offloaded_activations,
     with_8_bit_state,
     with_bf16_weights,
     with_adapter,

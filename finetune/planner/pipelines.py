@@ -7,7 +7,7 @@ micro-batches that are on their way: in the order 1F1B the first of S stages com
 M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal). Where stages have several parts, more
 are on their way (``models.pipeline_order``), and each waits for the others for as much less as there are parts. Where
 gradients of weights are deferred, it waits without the time T_W of these, in which it computes its own: (S - 1) (T_F +
-T_B - T_W) of equal stages (arXiv:2401.10241, table 2); what they are made of is kept beside the activations.
+T_B - T_W) of equal stages (arXiv:2401.10241, section 2.3); what they are made of is kept beside the activations.
 """
 
 from collections.abc import Iterator, Mapping

@@ -190,7 +190,8 @@ def _pipeline_time(
     sent = pipeline_transfers(step, setting, machines, anatomy.width, stages)
     micro_batches = pipelines.computed(setting)
     passes_through = micro_batches * setting.parts
-    handed_on = sum(each.seconds for each in sent if each.when != "step") / passes_through
+    handed_on = sum(each.seconds for each in sent if each.when != "step" and each.is_collective) / passes_through
+    host_copies = sum(each.seconds for each in sent if not each.is_collective)
     slowest = max(passes, key=lambda each: each.seconds)
     of_others = sum(each.seconds for each in passes) - slowest.seconds
     # for the gradients of weights nobody waits, and while others compute theirs a stage computes its own
@@ -205,7 +206,7 @@ def _pipeline_time(
         parts=Parts(
             **{field.name: micro * getattr(slowest, field.name) for field in fields(Pass)},
             communication=handovers * handed_on + sum(each.seconds for each in sent if each.when == "step"),
-            offload=0.0,
+            offload=max(0.0, host_copies - micro * slowest.seconds),  # which run beside all passes
             optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
             idle=((of_others - 2 * deferred) / setting.parts + trains_nothing) / traced,
         ),

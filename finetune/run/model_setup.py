@@ -82,7 +82,7 @@ def load_model(
                 computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
             )
     if train.recomputes:
-        recompute_activations(model, train.recomputed_layers)
+        recompute_activations(model, train.recomputed_layers, offloads=train.offloads_activations)
     if spec.section.kernels == "auto":
         fused.fuse(model)
         if adapted:

@@ -148,7 +148,7 @@ def _layer_problems(cfg: sections.Run, launch: distributed.Strategy, skeleton: P
     asked = cfg.train.router_aux_loss_coef
     return (
         (fp8.problems(skeleton) if cfg.model.fp8 else [])
-        + recomputation.problems(skeleton, cfg.train.recomputed_layers)
+        + recomputation.problems(skeleton, cfg.train.recomputed_layers, offloads=cfg.train.offloads_activations)
         + router_problems(
             launch.name,
             type(skeleton).__name__,

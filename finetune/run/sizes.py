@@ -26,6 +26,8 @@ class Sizes:
     micro_batch_size: int
     recomputed_layers: int | None
     """How many layers are computed again in the backward pass, the first ones; None for all."""
+    offloads_activations: bool
+    """Whether what these keep is in host memory."""
     flat: bool
     """The rows of a micro-batch lie end to end, without padding."""
 
@@ -46,13 +48,17 @@ class Sizes:
                 "train.micro_batch_size to a number."
             )
         layers = [each.recomputed_layers for each in everyone]
-        return replace(self, recomputed_layers=None if None in layers else max(filter(None, layers), default=0))
+        most = None if None in layers else max(filter(None, layers), default=0)
+        return replace(
+            self, recomputed_layers=most, offloads_activations=any(each.offloads_activations for each in everyone)
+        )
 
     def written_into(self, train: sections.Train) -> sections.Train:
         """The section with these sizes where it left them open."""
+        recomputed = {0: "none", None: "full"}.get(self.recomputed_layers, self.recomputed_layers)
         chosen = {
             "micro_batch_size": self.micro_batch_size,
-            "activation_checkpointing": {0: "none", None: "full"}.get(self.recomputed_layers, self.recomputed_layers),
+            "activation_checkpointing": "offload" if self.offloads_activations else recomputed,
         }
         return train.model_copy(update=chosen)
 
@@ -88,12 +94,13 @@ def plan_of(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec, ba
             raise InputError(
                 f"train.micro_batch_size: auto lets the planner choose. {why} Set it to a number."
             ) from error
-        sizes = Sizes(cfg.train.micro_batch_size, cfg.train.recomputed_layers, batches.flat)
+        recomputed = cfg.train.recomputed_layers
+        sizes = Sizes(cfg.train.micro_batch_size, recomputed, cfg.train.offloads_activations, batches.flat)
         return Planned(None, [f"plan: none. {why}"], sizes)
     refuse_if_any(problems)
     chosen = plan.setting
     recomputed = chosen.recomputed_layers if chosen.activation_checkpointing else 0
-    sizes = Sizes(chosen.micro_batch_size, recomputed, batches.flat)
+    sizes = Sizes(chosen.micro_batch_size, recomputed, chosen.offloads_activations, batches.flat)
     return Planned(plan, plan.describe(), sizes)
 
 
@@ -146,7 +153,8 @@ def advice_on_memory(cfg: sections.Run, launch: distributed.Strategy) -> str:
         "train.pipeline_schedule 1f1b": cfg.train.pipeline_schedule != "1f1b",
         "train.pipeline_parts 1": cfg.train.pipeline_parts > 1,
         f"train.micro_batch_size {rows // 2}": rows > 1,
-        "train.activation_checkpointing full": cfg.train.activation_checkpointing != "full",
+        "train.activation_checkpointing full": cfg.train.activation_checkpointing not in ("full", "offload"),
+        "train.activation_checkpointing offload": cfg.train.activation_checkpointing == "full",
         f"data.max_length {cfg.data.max_length // 2}": True,
         "train.optimizer adamw_8bit": cfg.train.optimizer == "adamw",
         "train.ema_decay 0": cfg.train.averages,

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from finetune.trace.ledger import Block, Ledger
-from finetune.trace.shallow import MORE_PARTS
+from finetune.trace.shallow import MORE_PARTS, OFFLOADED
 
 CATEGORIES = (
     "weights",
@@ -50,6 +50,7 @@ class Account:
                 weight's scales.
         """
         every = [(block, self.category(block)) for block in self.ledger.blocks if block.bytes]
+        every = [(block, category) for block, category in every if category != OFFLOADED]
         host = [(block, category) for block, category in every if category in on_host and not self.is_constant(block)]
         gpu = [(block, category) for block, category in every if category not in on_host or self.is_constant(block)]
         return gpu, host

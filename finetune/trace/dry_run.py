@@ -31,6 +31,7 @@ from finetune.trace.patches import (
     engines_take_fakes,
     kernels_of_a_gpu,
     libraries_take_fakes,
+    offloaded_activations_are_known,
     routers_are_balanced,
     scores_in_two_parts,
 )
@@ -85,6 +86,7 @@ def stepped(
             stack.enter_context(routers_are_balanced(setting.expert_load))
         if scored is not None:
             stack.enter_context(scores_in_two_parts(scored, ledger))
+        stack.enter_context(offloaded_activations_are_known(ledger))
         if as_on_gpu:
             stack.enter_context(kernels_of_a_gpu(flash=setting.flash))
         if not real and setting.placement.framework == "zero":

@@ -30,6 +30,7 @@ from finetune.compat.torch_private import storage_key
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.patches import storages_tell_their_size
 from finetune.trace.powers import CONSTANT, Power
+from finetune.trace.shallow import HOST_COPY, OFFLOADED
 from finetune.trace.work import Calls
 
 ALLOCATOR_ROUNDING = 512
@@ -150,10 +151,16 @@ class Ledger(DispatchMode):
                     known.travels = True
         if self.calls is not None and self.times is not None:
             phase = "backward" if makes_gradients() else self.phase
-            self.calls.add(phase, self.times, name, func, args, kwargs, returned)
+            counted = HOST_COPY if name == "aten::copy_" and self._is_on_host(args[:2]) else name
+            self.calls.add(phase, self.times, counted, func, args, kwargs, returned)
         if self.as_on_gpu and (taken := inside(name, args, returned)):
             self._free(self._take(Block(taken, 0, name, (), torch.uint8, taken, category="kernels")))
         return returned
+
+    def _is_on_host(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of them lies in host memory, so that the other travels."""
+        blocks = [self.live.get(_key(each)) for each in tensors]
+        return any(each is not None and each.category == OFFLOADED for each in blocks)
 
     def _meet(self, tensor: torch.Tensor, operation: str) -> Block:
         storage = tensor.untyped_storage()

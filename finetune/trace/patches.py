@@ -17,10 +17,10 @@ from finetune.compat import fake_tensors
 from finetune.compat.fake_tensors import Change
 from finetune.compat.peft_private import import_peft
 from finetune.compat.torch_private import without_modes
-from finetune.models import expert_layers
+from finetune.models import activation_offload, expert_layers
 from finetune.models.exchange import exchange
 from finetune.trace.powers import CONSTANT, PARTS
-from finetune.trace.shallow import MORE_PARTS
+from finetune.trace.shallow import MORE_PARTS, OFFLOADED
 from finetune.training import loss
 
 if TYPE_CHECKING:
@@ -137,6 +137,18 @@ def routers_are_balanced(load: int) -> contextlib.AbstractContextManager[None]:
         return received_WE, sent, [load * each for each in sent]
 
     return _replaced((expert_layers, "counted", counted))
+
+
+def offloaded_activations_are_known(ledger: "Ledger") -> contextlib.AbstractContextManager[None]:
+    """The ledger is told which tensors lie in host memory: here all of them seem to."""
+    own = activation_offload.in_host_memory
+
+    def in_host_memory(hidden: torch.Tensor) -> torch.Tensor:
+        found = own(hidden)
+        ledger.tell([found], OFFLOADED)
+        return found
+
+    return _replaced((activation_offload, "in_host_memory", in_host_memory))
 
 
 def _in_one_kernel(

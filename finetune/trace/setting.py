@@ -68,6 +68,8 @@ class Setting:
     """Whether layers are recomputed in the backward pass."""
     recomputed_layers: int | None = None
     """How many, the first ones; None for all."""
+    offloads_activations: bool = False
+    """Whether what recomputed layers keep is in host memory."""
     micro_batch_size: int = 1
     """Rows of a micro-batch."""
     row_tokens: int = 2048
@@ -147,6 +149,7 @@ class Setting:
             smooths_labels=train.label_smoothing > 0,
             router_aux_loss_coef=train.router_aux_loss_coef,
             recomputed_layers=train.recomputed_layers or None,
+            offloads_activations=train.offloads_activations,
             optimizer=train.optimizer,
             weights=train.weights,
             averages=train.averages,
@@ -216,6 +219,8 @@ class Setting:
         """As ``train.activation_checkpointing`` says it."""
         if not self.activation_checkpointing:
             return "none"
+        if self.offloads_activations:
+            return "offload"
         return "full" if self.recomputed_layers is None else str(self.recomputed_layers)
 
     @property
@@ -223,6 +228,8 @@ class Setting:
         """The same in words."""
         if self.activation_checkpointing and self.recomputed_layers:
             return f"activations of {self.recomputed_layers} layers recomputed"
+        if self.activation_checkpointing and self.offloads_activations:
+            return "activations recomputed, or in host memory"
         return f"activations {'recomputed' if self.activation_checkpointing else 'kept'}"
 
     @property

@@ -19,6 +19,10 @@ from finetune.units import largest_part
 
 FP8_PRODUCT = "aten::_scaled_mm"
 """The name of a matrix product in fp8."""
+HOST_COPY = "host::copy"
+"""The name of what travels between a GPU and its host, among what is sent."""
+OFFLOADED = "offloaded"
+"""What blocks in host memory are for, of which the copies that go there tell all."""
 MORE_PARTS = "more parts"
 """The phase in which scores are made of the second part of the positions and of those after it."""
 

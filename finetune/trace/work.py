@@ -14,14 +14,14 @@ from typing import Any
 from finetune.compat.fake_tensors import is_view, process_group_size, written_arguments
 from finetune.compat.quick_operations import tensors_in
 from finetune.trace.powers import CONSTANT, MicroBatch, Power, added, multiplied
-from finetune.trace.shallow import FP8_PRODUCT, Kernel, Sent
+from finetune.trace.shallow import FP8_PRODUCT, HOST_COPY, Kernel, Sent
 
 FLASH_BACKWARD = 2.5
 """FLOPs of flash attention's backward pass for each forward: five matrix products to two, the scores being computed
 again (arXiv:2205.14135)."""
 FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::set_", "aten::resize_")
 """Beginnings of the names of operations that neither read nor write, beside views."""
-TRANSFERS = ("c10d::", "_c10d_functional::")
+TRANSFERS = ("c10d::", "_c10d_functional::", HOST_COPY)
 Shapes = tuple[tuple[tuple[int, ...], int, bool], ...]
 """Of tensors: their dimensions, bytes of an element, and whether an element is a floating-point number."""
 
@@ -62,7 +62,7 @@ class Calls:
 
     def sent(self, traced: MicroBatch) -> tuple[Sent, ...]:
         """What was sent to other processes: weights and gradients, whatever the micro-batch; and what positions of a
-        row need of one another."""
+        row need of one another. And what went to host memory and came back."""
         found = []
         for (phase, _, name, inputs, outputs, told), calls in self.counted.items():
             if name.startswith(TRANSFERS):

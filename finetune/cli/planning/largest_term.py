@@ -15,6 +15,7 @@ from finetune.planner.changes import (
     with_adapter,
     with_bf16_weights,
     with_checkpointing,
+    with_offloaded_activations,
     with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row
@@ -51,6 +52,7 @@ def _adapter_on_4_bits(setting: Setting) -> list[Setting]:
 STATE = "gradients and optimizer state"
 LEVERS = (
     Lever("activation checkpointing", with_checkpointing, frozenset({"activations"})),
+    Lever("activations in host memory", with_offloaded_activations, frozenset({"activations"})),
     Lever("a smaller micro-batch", smaller_micro_batches, frozenset({"activations", "logits and loss"})),
     Lever("shorter rows", with_shorter_rows, frozenset({"activations", "logits and loss"})),
     Lever("8-bit optimizer state", with_8_bit_state, frozenset({STATE})),

@@ -151,7 +151,7 @@ def _faster_offloaded(plan: Plan, best: Row) -> list[str]:
 
 def _threads_of_the_host(best: Row) -> list[str]:
     """How to speed up an optimizer that steps on the host."""
-    if not best.offloads:
+    if best.setting.placement.optimizer_on == "gpu":
         return []
     share = best.time.parts.optimizer / best.time.step_seconds
     return [
