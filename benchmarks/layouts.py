@@ -27,7 +27,6 @@ from rich.table import Table
 
 from finetune.config.compatibility import (
     SIZES,
-    STRATEGIES,
     expert_problems,
     heads_problems,
     refusal,
@@ -39,7 +38,7 @@ from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import world_sizes_problem
+from finetune.trace.placement import PLANNED, world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -70,8 +69,8 @@ def layouts(
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
     sizes = [size for size in range(2, processes + 1) if processes % size == 0]
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES if name not in SIZES]
-    spreads += [(name, {SIZES[name].field: size}) for name in STRATEGIES if name in SIZES for size in sizes]
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZES]
+    spreads += [(name, {SIZES[name].field: size}) for name in PLANNED if name in SIZES for size in sizes]
     found = []
     for strategy, size in spreads:
         setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
@@ -101,7 +100,7 @@ def _is_possible(model: str, setting: Setting) -> bool:
         or refusal(setting.cell)
         or heads_problems(setting.strategy, setting.context, *heads)
         or heads[0] % setting.tensor
-        or stage_problems(model, config["num_hidden_layers"], setting.stages)
+        or stage_problems(setting.strategy, model, config["num_hidden_layers"], setting.stages)
         or expert_problems(model, config.get("num_experts", 0), setting.experts, setting.precision)
     )
 

@@ -59,6 +59,7 @@ def errors_of_models(kinds: list[type] | None = None) -> tuple[int, dict[str, fl
         every = [_with_gradients(model, *each) for each in zip(rows, weights, strict=True)]
         expected = {name: sum(of_row.get(name, torch.zeros(())) for _, of_row in every) for name in every[0][1]}
         shared = ExpertParallel(model, _strategy(), CPU)
+        shared.settle(model, dict(model.named_parameters()))
         logits, gradients = _with_gradients(model, rows[rank], weights[rank])
         compared = {"logits": (logits, every[rank][0])}
         names = [name for name, held in shared.held.items() if held.is_split]

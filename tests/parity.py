@@ -11,7 +11,7 @@ TWO = (
     *("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme"),
     *("cp", "ulysses", "pp", "tp"),
 )
-FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp", "tp")
+FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp", "tp", "fsdp2_tp", "fsdp2_pp")
 LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
 OF_MIXTURES = [("ep", 2), ("ep", 4)]
 """Which train mixtures of experts only: their runs are in ``test_expert_runs``."""
@@ -25,8 +25,8 @@ ROWS_PER_STEP = 16
 
 
 def data_processes(strategy: str, world_size: int) -> int:
-    """Processes, or groups of them, that compute different rows: two of cp, ulysses, pp and tp share theirs."""
-    return world_size // 2 if strategy in ("cp", "ulysses", "pp", "tp") else world_size
+    """Processes, or groups of them, that compute different rows: two of some strategies share theirs."""
+    return world_size // 2 if strategy in ("cp", "ulysses", "pp", "tp", "fsdp2_tp", "fsdp2_pp") else world_size
 
 
 def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -63,6 +63,11 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
     if strategy == "tp":  # each layer over two processes; norms are whole
         assert seen["model_class"] == "LlamaForCausalLM"
         assert 1 / 2 < seen["share_held"] < 0.6
+        return
+    if strategy in ("fsdp2_tp", "fsdp2_pp"):  # two parts of the model, and each over half of the processes
+        assert seen["model_class"].startswith("FSDP")
+        assert seen["meshes"] == {(world_size // 2,)}
+        assert seen["share_held"] < (1.1 if strategy == "fsdp2_tp" else 1.8) / world_size
         return
     if strategy == "ep":  # two processes for the experts
         assert seen["model_class"].endswith("ForCausalLM")

@@ -72,7 +72,8 @@ def train(config: Any) -> dict[str, Any]:
             num_processes=accelerator.num_processes,
             model_class=type(model).__name__,
             parameter_class=type(parameter).__name__,
-            mesh=tuple(parameter.device_mesh.shape) if hasattr(parameter, "device_mesh") else None,
+            mesh=_mesh_of(parameter),
+            meshes={_mesh_of(each) for each in model.parameters() if not each.is_meta},
             stage=model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None,
             offload=_offload(model),
             share_held=sharding.held_bytes / sharding.total_bytes,
@@ -88,6 +89,10 @@ def train(config: Any) -> dict[str, Any]:
         distributed.prepare = prepare
     seen["weights_held"] = _digest(prepared[0])
     return seen
+
+
+def _mesh_of(parameter: Any) -> tuple[int, ...] | None:
+    return tuple(parameter.device_mesh.shape) if hasattr(parameter, "device_mesh") else None
 
 
 def _is_held(layer: Any) -> bool:

@@ -2,12 +2,15 @@
 
 import copy
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import scenarios
+import tiny
 import torch
 import torch.distributed as dist
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -15,10 +18,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from finetune import distributed
 from finetune.config import sections
 from finetune.data.batches import IGNORED
-from finetune.distributed import Strategy
+from finetune.distributed import Strategy, setup
 from finetune.distributed.tensor_parallel import TensorParallel
 from finetune.models import adapter, fused, lora_forward, tensor_layers, tensor_plan
 from finetune.models.tensor_plan import Share, Split
+from finetune.optim.rounding import local_shard
 from finetune.training.loss import next_token_loss_sum, take_losses
 
 
@@ -26,6 +30,45 @@ def train(config: Any, size: int) -> int:
     """Run the recipe with layers that are split over so many processes; returns the processes that the run had."""
     with mock.patch.dict("os.environ", {"MEGATRON_LM_TP_DEGREE": str(size)}):
         return int(scenarios.train(config)["world_size"])
+
+
+SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "wide": {"head_dim": 64, "intermediate_size": 512},
+    "untied": {"tie_word_embeddings": False},
+    "wide_few": {"head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 2},
+    "few_keys": {"num_key_value_heads": 2},
+    "biased": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_bias": True},
+    "experts": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 8},
+}
+
+
+class Tuned:
+    """Trains one of ``MODELS`` with split layers, or on one process; returns the metrics of the run."""
+
+    def __init__(self, ranks: Any, train: Path, held_out: Path, folder: Path) -> None:
+        self.ranks, self.folder, self._train, self._held_out = ranks, folder, train, held_out
+        self._models = dict[str, Path]()
+
+    def _model(self, name: str) -> Path:
+        if name not in self._models:
+            folder = tiny.build_model_folder(self.folder / f"model {name}")
+            described = json.loads((folder / "config.json").read_text()) | MODELS[name]
+            (folder / "config.json").write_text(json.dumps(described))
+            self._models[name] = folder
+        return self._models[name]
+
+    def __call__(
+        self, name: str, processes: int, size: int, precision: str = "no", strategy: str = "tp", **changes: Any
+    ) -> list[dict[str, Any]]:
+        """Args: ``size``, the processes of each layer."""
+        settings = SFT | {"data__eval": [str(self._held_out)]} | changes
+        model = self._model(settings.pop("model__path", "untied"))
+        config = scenarios.configuration(model, self._train, self.folder / name, **settings)
+        known = {"strategy": strategy if processes > 1 else "single", "mixed_precision": precision}
+        assert self.ranks(processes).run(train, config, size, **known) == [processes] * processes
+        return scenarios.read_metrics(self.folder / name)
 
 
 def errors_of(name: str, changes: dict[str, Any], adapted: bool, mutation: str = "") -> tuple[int, float, float]:
@@ -105,6 +148,7 @@ def _compared(whole: Any, mutation: str) -> tuple[float, float]:
     strategy = Strategy("tp", dist.get_rank(), dist.get_world_size(), 1, "no", True, tensor=dist.get_world_size())
     with _mutated(mutation):
         tensor = TensorParallel(part, strategy, torch.device("cpu"))
+        tensor.settle(part, dict(part.named_parameters()))
         rows = torch.randint(0, vocabulary, (1, 24), generator=torch.Generator().manual_seed(1))
         micro_batch = (rows.roll(-1, 1).masked_fill(rows % 3 == 0, IGNORED), {"input_ids": rows})
         expected = next_token_loss_sum(whole, micro_batch)
@@ -168,7 +212,7 @@ def held_in(config: Any, size: int) -> dict[str, Any]:
     def watched(accelerator: Any, launch: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer = prepare(accelerator, launch, *args, **kwargs)
         sharding = distributed.sharding_of(launch, model, optimizer)
-        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        shapes = {name: tuple(local_shard(each).shape) for name, each in model.named_parameters()}
         found.update(world_size=launch.world_size, shapes=shapes, bytes=sharding.record())
         kept.append(model)
         return model, optimizer
@@ -176,7 +220,7 @@ def held_in(config: Any, size: int) -> dict[str, Any]:
     asked = mock.patch.dict("os.environ", {"MEGATRON_LM_TP_DEGREE": str(size)})
     with asked, mock.patch.object(distributed, "prepare", watched):
         sft.main(config)
-    whole = [each for name, each in kept[0].named_parameters() if "norm" in name]
+    whole = [local_shard(each) for name, each in kept[0].named_parameters() if "norm" in name]
     digest = hashlib.sha256()
     for each in whole:
         digest.update(each.detach().float().numpy().tobytes())
@@ -192,3 +236,17 @@ def held_too_much(config: Any) -> str:
         except Exception as error:  # of any type, for its words
             return str(error)
     return ""
+
+
+def not_sharded(config: Any) -> str:
+    """Run the recipe with parts that nobody shards; returns what the run says."""
+    with mock.patch.object(setup, "shard_part", lambda model, optimizer, holders, settle, **_: settle(_named(model))):
+        try:
+            scenarios.train(config)
+        except Exception as error:  # of any type, for its words
+            return str(error)
+    return ""
+
+
+def _named(model: Any) -> dict[str, Any]:
+    return dict(model.named_parameters())

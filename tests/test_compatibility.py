@@ -36,7 +36,7 @@ LEARNING_RATES = {"sgd": 0.2, "lion_8bit": 3e-4}
 
 
 def processes(strategy: str) -> int:
-    return {"single": 1, "hsdp": 4}.get(strategy, 2)
+    return {"single": 1, "hsdp": 4, "fsdp2_tp": 4, "fsdp2_pp": 4}.get(strategy, 2)
 
 
 def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_rate: float | None = None) -> Any:
@@ -83,7 +83,8 @@ def models(weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     wide = tiny.build_model_folder(tmp_path_factory.mktemp("wide"), intermediate_size=512)
     described = json.loads((wide / "config.json").read_text()) | {"head_dim": 64}
     (wide / "config.json").write_text(json.dumps(described))
-    found = {"": weights_folder, "ep": tiny.write_weights(mixture), "tp": tiny.write_weights(wide)}
+    found = {"ep": tiny.write_weights(mixture), "tp": tiny.write_weights(wide)}
+    found["fsdp2_tp"] = found["tp"]
     return {strategy: found.get(strategy, weights_folder) for strategy in STRATEGIES}
 
 

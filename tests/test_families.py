@@ -32,7 +32,7 @@ FAMILIES = (
     "qwen3_moe",
 )
 """Values of model_type."""
-LAUNCHES = [("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("pp", 2), ("tp", 2)]
+LAUNCHES = [("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("pp", 2), ("tp", 2), ("fsdp2_tp", 4)]
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -24,7 +24,7 @@ KEPT = [("zero3", 2, "fp32"), ("fsdp2", 2, "bf16")]
 FURTHER = [
     *(("hsdp", 4, "fp32"), ("ddp", 2, "fp32"), ("fsdp2", 2, "fp32"), ("fsdp2_offload", 1, "fp32")),
     *(("cp", 2, "fp32"), ("ulysses", 2, "bf16"), ("pp", 2, "fp32"), ("pp", 2, "bf16")),
-    *(("tp", 2, "fp32"), ("tp", 2, "bf16")),
+    *(("tp", 2, "fp32"), ("tp", 2, "bf16"), ("fsdp2_tp", 4, "fp32"), ("fsdp2_pp", 4, "bf16")),
     *(("zero2", 2, "fp32"), ("zero3_offload", 1, "fp32"), ("ddp", 2, "bf16"), ("zero3", 2, "bf16")),
 ]
 """Those that `make prove` starts as well."""
@@ -117,7 +117,8 @@ def test_launch_trains_prints_once_and_ends_well(launched: Launch, runs: Runs):
     assert result.returncode == 0, result.stderr
     count = f"{processes} process{'es' if processes > 1 else ''}"
     count += ", 2 for each row" if strategy in ("cp", "ulysses") else ""
-    count += {"pp": ", 2 stages", "tp": ", 2 for each layer"}.get(strategy, "")
+    count += {"pp": ", 2 stages", "tp": ", 2 for each layer"}.get(strategy.removeprefix("fsdp2_"), "")
+    count += ", 2 shards of each part" if strategy in ("fsdp2_tp", "fsdp2_pp") else ""
     assert result.stdout.count(f"{strategy} on {count}, computing in {precision}: rehearsal on CPU") == 1
     assert result.stdout.count("step 4/4") == 1
     assert result.stdout.count("held-out loss before training") == 1

@@ -28,8 +28,19 @@ LAUNCHES = [
     ("zero3_offload", 2),
     ("pp", 2),
     ("tp", 2),
+    ("fsdp2_tp", 4),
+    ("fsdp2_pp", 4),
 ]
-OF_LOSSES = [("single", 1), ("fsdp2", 2), ("zero3", 2), ("cp", 2), ("pp", 4), ("tp", 4)]
+OF_LOSSES = [
+    ("single", 1),
+    ("fsdp2", 2),
+    ("zero3", 2),
+    ("cp", 2),
+    ("pp", 4),
+    ("tp", 4),
+    ("fsdp2_tp", 4),
+    ("fsdp2_pp", 4),
+]
 """Each process has the losses of rows of its own, or of a part of them, or none."""
 ROWS = 8
 CONSTANT = {"train__schedule": "constant", "train__warmup_ratio": 0.0, "train__micro_batch_size": 2}

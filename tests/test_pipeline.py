@@ -66,13 +66,13 @@ def test_a_large_head_leaves_its_stage_fewer_layers(deep_folder: Path):
 def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
     config = AutoConfig.from_pretrained(deep_folder)
     layers = len(pipeline_stages.units_of(without_weights(config, False)))
-    assert stage_problems("Llama", layers, 6) == []
-    (sentence,) = stage_problems("Llama", layers, 8)
+    assert stage_problems("pp", "Llama", layers, 6) == []
+    (sentence,) = stage_problems("pp", "Llama", layers, 8)
     assert sentence.startswith("pp was launched with 8 stages, but the model has 6 layers; set --megatron_lm_pp_degree")
     with torch.device("meta"):
         two_towers = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=64, d_ff=64, num_heads=2))
     assert pipeline_stages.units_of(two_towers) == []
-    (sentence,) = stage_problems("T5", 0, 2)
+    (sentence,) = stage_problems("pp", "T5", 0, 2)
     assert "which T5 is not; use the strategy file fsdp2" in sentence
 
 

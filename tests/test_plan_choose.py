@@ -12,7 +12,7 @@ from plan_models import arithmetic
 from finetune.cli.planning.launch_command import in_lines, launch_command
 from finetune.cli.planning.reasons import reasons
 from finetune.config.command_line import parse
-from finetune.config.compatibility import STRATEGIES, Cell, refusal
+from finetune.config.compatibility import Cell, refusal
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import candidates as module_of_candidates
@@ -22,7 +22,7 @@ from finetune.planner.judged_rows import Need, Row, judged, verdict
 from finetune.planner.memory import PARTS, StepMemory, needed_bytes
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import METHODS, Question
-from finetune.trace.placement import placement_of, world_sizes_problem
+from finetune.trace.placement import PLANNED, placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import key_setting
 from recipes.sft import Config
@@ -69,7 +69,7 @@ STRATEGIES_AND_METHODS = [
         stages=STAGES.get(strategy, 1),
         tensor=TENSOR.get(strategy, 1),
     )
-    for strategy, method, recomputes in product(STRATEGIES[1:], METHODS.values(), (False, True))
+    for strategy, method, recomputes in product(PLANNED[1:], METHODS.values(), (False, True))
 ]
 
 
@@ -137,7 +137,7 @@ def every_setting(asked: Question) -> list[Setting]:
 def memories(draw: st.DrawFn) -> dict[tuple[str, str, int | None, bool], tuple[float, float]]:
     """GiB that a way to train holds, and that each of its rows adds; without checkpointing no less than with it."""
     found = {}
-    for strategy in STRATEGIES:
+    for strategy in PLANNED:
         for method in METHODS.values():
             held, full, none = (draw(st.floats(0.1, 60)) for _ in range(3))
             found[(strategy, *method, True)] = held, full
@@ -245,7 +245,7 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
     world_size = asked.machines.world_size
     found = {(row.setting.strategy, row.setting.method) for row in rows}
     assert not found & {(each.strategy, each.method) for each in left_out}
-    for strategy in STRATEGIES:
+    for strategy in PLANNED:
         for method in METHODS.values():
             sizes = splits(strategy, asked.machines, 30) if strategy in ("pp", "tp") else [{}]
             is_possible = (
@@ -294,7 +294,7 @@ def test_quantised_weights_of_a_published_model_are_not_trained():
 )
 def test_impossible_combinations_are_told_why(fields: dict[str, str], sentence: str):
     base = replace(question().base, **fields)
-    asked = question(base=base, strategies=(STRATEGIES[2],), methods=(METHODS["full"],))
+    asked = question(base=base, strategies=(PLANNED[2],), methods=(METHODS["full"],))
     with pytest.raises(InputError, match=sentence):
         plan(asked)
 

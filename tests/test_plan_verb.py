@@ -18,8 +18,9 @@ from plan_models import config_named
 from finetune import __version__
 from finetune.cli import commands
 from finetune.config.command_line import parse
-from finetune.config.compatibility import STRATEGIES, TOGETHER
+from finetune.config.compatibility import TOGETHER
 from finetune.planner.memory import PARTS
+from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 from recipes.sft import Config
 
@@ -173,7 +174,7 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
         assert sum(row["gpu_bytes"].values()) == row["gpu_peak_bytes"] < row["gpu"]["needed_bytes"]
         assert row["epoch_seconds"] == pytest.approx(1e9 / row["tokens_per_second"])
         assert row["step_seconds"] == pytest.approx(sum(row["step_seconds_by_part"].values()))
-    assert {row["strategy"] for row in found["rows"]} == set(STRATEGIES) - {"single", "hsdp", "ep", *TOGETHER}
+    assert {row["strategy"] for row in found["rows"]} == set(PLANNED) - {"single", "hsdp", "ep", *TOGETHER}
     assert max(size for _, size in found["course"]) == found["rows"][found["recommended"]]["gpu_peak_bytes"]
 
 

@@ -33,12 +33,15 @@ POINTS = [
 TOGETHER = [
     (recipe, *launch, method)
     for recipe, launch, method in product(
-        RECIPES, [("cp", 2), ("ulysses", 2), ("cp", 4), ("pp", 2), ("pp", 4)], METHODS
+        RECIPES, [("cp", 2), ("ulysses", 2), ("cp", 4), ("pp", 2), ("pp", 4), ("fsdp2_pp", 4)], METHODS
     )
     if recipe.name in ("sft", "pretrain")
 ]
 """Where several processes compute each row: answers that are compared are refused there."""
-SPLIT = [(recipe, "tp", *each) for recipe, each in product(RECIPES, product((2, 4), ("full", "lora")))]
+SPLIT = [
+    (recipe, *launch, method)
+    for recipe, launch, method in product(RECIPES, [("tp", 2), ("tp", 4), ("fsdp2_tp", 4)], ("full", "lora"))
+]
 """Where several processes compute the same rows. In 4 bits the model is too small to split."""
 POINTS += TOGETHER + SPLIT
 FIRST = [
@@ -47,7 +50,8 @@ FIRST = [
 ]
 SHARED_FIRST = [("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"), ("pp", 2, "qlora"), ("pp", 4, "full")]
 FIRST += [each for each in TOGETHER if each[1:] in SHARED_FIRST]
-FIRST += [each for each in SPLIT if (each[0].name, *each[2:]) in [("dpo", 4, "lora"), ("kto", 2, "full")]]
+SPLIT_FIRST = [("dpo", "tp", 4, "lora"), ("kto", "tp", 2, "full"), ("dpo", "fsdp2_tp", 4, "full")]
+FIRST += [each for each in SPLIT if (each[0].name, *each[1:]) in SPLIT_FIRST]
 CHAIN = ["fsdp2", "zero3", "ddp", "zero2"]
 
 

@@ -148,7 +148,7 @@ def test_models_without_a_plan_or_with_one_that_is_not_known_are_refused():
     opt = AutoConfig.for_model("opt", **sizes, ffn_dim=64, word_embed_proj_dim=32)
     (clause,) = tensor_plan.why_not(without_weights(opt, False), 2, bits=None)
     assert clause == "OPTForCausalLM has no plan for tensor parallelism in transformers"
-    assert split_problems([clause], []) == [
+    assert split_problems("tp", [clause], []) == [
         f"{clause}; use the strategy file fsdp2, or another --megatron_lm_tp_degree."
     ]
     normed = AutoConfig.for_model("cohere", **sizes, intermediate_size=64, use_qk_norm=True)

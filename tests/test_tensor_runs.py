@@ -1,7 +1,6 @@
 """Runs whose layers are split over processes train as one process does."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ import corpora
 import pytest
 import scenarios
 import splitting
-import tiny
 from alike import FIGURES, assert_alike, assert_answers_alike, texts_in
 
 from finetune.output.run_reading import read_run
 
 PROVEN = pytest.mark.prove
-SFT: dict[str, Any] = {"train__steps": 4, "train__micro_batch_size": 2, "eval__every": 2, "eval__prompts": 3}
 LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
 SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "four processes": (4, 4, {}),
@@ -51,47 +48,9 @@ SHOWN = [
 ]
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "wide": {"head_dim": 64, "intermediate_size": 512},
-    "untied": {"tie_word_embeddings": False},
-    "wide_few": {"head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 2},
-    "few_keys": {"num_key_value_heads": 2},
-    "biased": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_bias": True},
-    "experts": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
-    | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 8},
-}
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By names of ``MODELS``."""
-    found = {}
-    for name, changes in MODELS.items():
-        found[name] = tiny.build_model_folder(tmp_path_factory.mktemp(name))
-        described = json.loads((found[name] / "config.json").read_text()) | changes
-        (found[name] / "config.json").write_text(json.dumps(described))
-    return found
-
-
-@pytest.fixture(scope="module")
-def tuned(
-    ranks: Any, folders: dict[str, Path], conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
-    folder = tmp_path_factory.mktemp("tuned")
-
-    def run(name: str, processes: int, size: int, precision: str = "no", **changes: Any) -> list[dict[str, Any]]:
-        settings = SFT | {"data__eval": [str(held_out)]} | changes
-        model = folders[settings.pop("model__path", "untied")]
-        config = scenarios.configuration(model, conversations, folder / name, **settings)
-        if size == 1:
-            ranks(1).run(scenarios.train, config, strategy="single", mixed_precision=precision)
-        else:
-            asked = splitting.train, config, size
-            assert ranks(processes).run(*asked, strategy="tp", mixed_precision=precision) == [processes] * processes
-        return scenarios.read_metrics(folder / name)
-
-    run.folder = folder
-    return run
+def tuned(ranks: Any, conversations: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory) -> splitting.Tuned:
+    return splitting.Tuned(ranks, conversations, held_out, tmp_path_factory.mktemp("tuned"))
 
 
 @pytest.mark.parametrize(

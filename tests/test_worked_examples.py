@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chat_templates import TOKENIZERS, encode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from finetune.checkpoint import folder
@@ -112,10 +112,28 @@ def test_flat_shards_and_pieces_of_fsdp():
 def test_parts_and_their_holders():
     last = strategy("tp", 3, 4)
     rows = held_of(Share(Split(0, 2)), torch.Size((8, 6)), last, 2, None)
-    assert rows.own(torch.arange(48)).tolist() == [*range(24, 48)]
+    assert rows.own(torch.arange(48), stretches=1).tolist() == [*range(24, 48)]
     assert (rows.part, rows.holder, rows.holders) == (1, 1, 2)
     norm = held_of(Share(), torch.Size((6,)), last, 2, None)
     assert (norm.holder, norm.holders) == (3, 4)
+    sharded = held_of(Share(), torch.Size((6,)), strategy("fsdp2_tp", 3, 4), 2, None)
+    assert (sharded.holder, sharded.holders) == (1, 2)
+
+
+def test_flat_shards_of_columns_that_are_sharded():
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        part = torch.nn.Linear(3, 4, bias=False)  # columns 3 to 5 of a weight of shape (4, 6)
+        fully_shard(part, mesh=DeviceMesh.from_group(dist.new_group([1, 3]), "cpu"))
+        held = held_of(Share(Split(1, 2)), torch.Size((4, 6)), strategy("fsdp2_tp", 3, 4), 2, None)
+        (shard,) = flat_shards._of_part(held, "w", part.weight)
+        assert (shard.begin, shard.count, shard.stretches, shard.begin_of_group) == (15, 6, 2, 12)
+        assert held.own(torch.arange(12, 24), shard.stretches).tolist() == [15, 16, 17, 21, 22, 23]
+        rows = held_of(Share(Split(0, 2)), torch.Size((8, 3)), strategy("fsdp2_tp", 3, 4), 2, None)
+        (shard,) = flat_shards._of_part(rows, "w", part.weight)
+        assert (shard.begin, shard.count, shard.stretches) == (18, 6, 1)  # rows 6 and 7 of 8
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pieces_of_replicas_and_of_8_bit_state():

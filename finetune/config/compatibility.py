@@ -24,12 +24,16 @@ STRATEGIES = (
     "pp",
     "tp",
     "ep",
+    "fsdp2_tp",
+    "fsdp2_pp",
 )
 TOGETHER = ("cp", "ulysses")
 """Strategies under which several processes compute each row together."""
 IN_PARTS = ("pp", "tp", "ep")
 """Strategies under which each process has a part of the model's own parameters. Accelerate's keys for them are those of
 Megatron-LM."""
+SHARDED_PARTS = {"tp": "fsdp2_tp", "pp": "fsdp2_pp"}
+"""Which of these there are with parts that are sharded over the processes that would hold the same one."""
 
 
 class Size(NamedTuple):
@@ -50,6 +54,7 @@ SIZES = {
     "tp": Size("tensor", "megatron_lm_tp_degree", "GPUs for each layer"),
     "ep": Size("experts", "megatron_lm_expert_model_parallel_size", "GPUs for the experts of each layer"),
 }
+SIZES |= {sharded: SIZES[name] for name, sharded in SHARDED_PARTS.items()}
 """Of the strategies that have one."""
 BITS = (None, 8, 4)
 ADAPTERS = ("none", "lora", "dora")
@@ -108,7 +113,7 @@ RULES = (
         "zero3_offload.",
     ),
     Rule(
-        lambda c: c.adapter == "dora" and c.strategy == "tp",
+        lambda c: c.adapter == "dora" and splits_layers(c.strategy),
         "DoRA needs the norms of whole weights, but {strategy} gives each process only a part of them; set "
         "adapter.type to lora, or use the strategy file fsdp2.",
     ),
@@ -127,6 +132,16 @@ RULES = (
         "train.optimizer to adamw_8bit.",
     ),
 )
+
+
+def splits_layers(strategy: str) -> bool:
+    """Whether several processes have a part of each layer."""
+    return strategy in SIZES and SIZES[strategy].field == "tensor"
+
+
+def has_stages(strategy: str) -> bool:
+    """Whether several processes have layers of their own."""
+    return strategy in SIZES and SIZES[strategy].field == "stages"
 
 
 def refusal(cell: Cell) -> str | None:
@@ -205,7 +220,7 @@ def pipeline_problems(
         paired: answers are compared with one another.
         precision: the launch's mixed precision.
     """
-    if strategy != "pp":
+    if not has_stages(strategy):
         plain = {
             f"train.pipeline_parts is {parts}": ("1", parts == 1),
             f"train.pipeline_schedule is {schedule}": ("1f1b", schedule == "1f1b"),
@@ -216,11 +231,12 @@ def pipeline_problems(
             if not is_plain
         ]
     found = {
-        "pp computes the loss of one pass of one model, and preferences take several; use the strategy file "
+        f"{strategy} computes the loss of one pass of one model, and preferences take several; use the strategy file "
         "fsdp2.": paired,
-        "pp fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to 0, or use "
-        "the strategy file fsdp2.": embedding_noise,
-        "pp does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",
+        f"{strategy} fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to "
+        "0, or use the strategy file fsdp2.": embedding_noise,
+        f"{strategy} does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision
+        == "fp16",
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
@@ -231,12 +247,12 @@ def tensor_problems(strategy: str, *, precision: str) -> list[str]:
     Args:
         precision: the launch's mixed precision.
     """
-    if strategy != "tp" or precision != "fp16":
+    if not splits_layers(strategy) or precision != "fp16":
         return []
-    return ["tp does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no."]
+    return [f"{strategy} does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no."]
 
 
-def split_problems(reasons: Sequence[str], saved: Sequence[str]) -> list[str]:
+def split_problems(strategy: str, reasons: Sequence[str], saved: Sequence[str]) -> list[str]:
     """Sentences of why a model's layers cannot be split over processes.
 
     Args:
@@ -246,13 +262,13 @@ def split_problems(reasons: Sequence[str], saved: Sequence[str]) -> list[str]:
     found = [f"{each}; use the strategy file fsdp2, or another --megatron_lm_tp_degree." for each in reasons]
     if saved:
         found.append(
-            f"adapter.modules_to_save names {', '.join(saved)}, of which tp gives each process a part; train adapters "
-            "on them instead, or use the strategy file fsdp2."
+            f"adapter.modules_to_save names {', '.join(saved)}, of which {strategy} gives each process a part; train "
+            "adapters on them instead, or use the strategy file fsdp2."
         )
     return found
 
 
-def stage_problems(model: str, layers: int, stages: int, parts: int = 1) -> list[str]:
+def stage_problems(strategy: str, model: str, layers: int, stages: int, parts: int = 1) -> list[str]:
     """Why a model's layers cannot be divided into the stages of a pipeline, as a sentence.
 
     Args:
@@ -264,18 +280,19 @@ def stage_problems(model: str, layers: int, stages: int, parts: int = 1) -> list
         return []
     if not layers:
         return [
-            f"pp divides one list of layers that hand on hidden states, between an embedding and a head, which {model} "
-            "is not; use the strategy file fsdp2."
+            f"{strategy} divides one list of layers that hand on hidden states, between an embedding and a head, which "
+            f"{model} is not; use the strategy file fsdp2."
         ]
     there = f"but the model has {layers} layer{'s' if layers > 1 else ''}"
     if layers >= stages:
         return [
-            f"pp was launched with {stages} stages, and train.pipeline_parts is {parts}, which makes {stages * parts} "
-            f"parts, {there}; set it to {layers // stages}{' or less' if layers // stages > 1 else ''}."
+            f"{strategy} was launched with {stages} stages, and train.pipeline_parts is {parts}, which makes "
+            f"{stages * parts} parts, {there}; set it to "
+            f"{layers // stages}{' or less' if layers // stages > 1 else ''}."
         ]
     return [
-        f"pp was launched with {stages} stages, {there}; set --megatron_lm_pp_degree to that many or fewer, or use the "
-        "strategy file fsdp2."
+        f"{strategy} was launched with {stages} stages, {there}; set --megatron_lm_pp_degree to that many or fewer, or "
+        "use the strategy file fsdp2."
     ]
 
 
@@ -300,8 +317,8 @@ def fp8_problems(
         "--mixed_precision bf16.": precision != "bf16",
         f"model.fp8: {strategy} gathers the weights of one module at a time, for PyTorch's own products alone; use "
         "the strategy file fsdp2.": strategy.startswith("zero3"),
-        "model.fp8: tp gives each process a part of the numbers that share a scale; set it to false, or use the "
-        "strategy file fsdp2.": strategy == "tp",
+        f"model.fp8: {strategy} gives each process a part of the numbers that share a scale; set it to false, or use "
+        "the strategy file fsdp2.": splits_layers(strategy),
         "model.fp8: this GPU does not multiply in fp8, as Ada, Hopper and newer ones do; set it to false.": (
             capability is not None and capability < ADA
         ),
@@ -371,8 +388,8 @@ def router_problems(strategy: str, model: str, *, coefficient: float, balances: 
         f"train.router_aux_loss_coef is {coefficient:g}, but transformers has no load-balancing loss for {model}; set "
         "it to null.": not balances,
         f"{known}, but it belongs to the loss of single tokens, and pairs are compared; set it to 0.": paired,
-        f"{known}, but its loss is one of all layers, of which each stage of pp has some; set it to 0, or use the "
-        "strategy file fsdp2.": strategy == "pp",
+        f"{known}, but its loss is one of all layers, of which each stage of {strategy} has some; set it to 0, or use "
+        "the strategy file fsdp2.": has_stages(strategy),
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 

@@ -5,7 +5,8 @@ Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, an
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
 processes compute together), ``pipeline`` (one stage of a model's layers), ``pipeline_step`` (micro-batches on their way
 through the stages), ``tensor_parallel`` (a part of each layer), ``expert_parallel`` (a share of a mixture's experts),
-``held_parts`` (what those two have in common), ``model_parts`` (of what a model is a part), ``flat_shards`` (which
+``held_parts`` (what those two have in common), ``part_shards`` (shards of such parts, and of stages), ``clipping``
+(gradients of all parts by one norm), ``model_parts`` (of what a model is a part), ``flat_shards`` (which
 elements of a parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
 checkpoints store them), ``weight_copies`` (in 16 bits, which single, ddp, pp, tp and ep compute with),
 ``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of
@@ -24,7 +25,8 @@ launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32
 norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
-part       single, ddp, pp, tp, ep     fsdp2, hsdp, cp, ulysses           zero1, zero2, zero3
+part       single, ddp, pp, tp, ep     fsdp2, hsdp, cp, ulysses,          zero1, zero2, zero3
+                                       fsdp2_tp, fsdp2_pp
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
+from finetune.config.compatibility import SHARDED_PARTS
 from finetune.distributed.model_parts import part_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
@@ -42,9 +43,11 @@ def active_name(model: torch.nn.Module) -> str:
         return "ddp"
     if isinstance(model, FSDPModule):
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        if len(meshes) < len(list(model.parameters())):
+        if len(meshes) < sum(not each.is_meta for each in model.parameters()):
             return "fsdp2 with unsharded parameters"
         offloads = all(isinstance(policy, CPUOffloadPolicy) for policy in offload_policies(model))
+        if part := part_of(model):
+            return SHARDED_PARTS[part.strategy]
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
     if part := part_of(model):
         return part.strategy

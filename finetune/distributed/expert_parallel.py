@@ -25,7 +25,7 @@ class ExpertParallel(HeldParts):
     """This process's share of a model, which from here on has no experts but those. Collective.
 
     Args:
-        model: whole, with its adapter, not prepared yet.
+        model: whole, with its adapter, not prepared yet. ``settle`` makes its own copy of the share.
     """
 
     strategy = "ep"
@@ -38,14 +38,17 @@ class ExpertParallel(HeldParts):
         for name, parameter in model.named_parameters():
             held = self.held[name]
             if held.is_split:
-                parameter.data = held.share.split.take(parameter.data, held.part).to(device, copy=True)
+                parameter.data = held.share.split.take(parameter.data, held.part)
         for module in modules.values():
             exchange_tokens(module, self.group)
         if hasattr(model, "peft_config"):
             adapt_own_experts(model, self.place, size)
-        model.to(device)
-        for name, parameter in model.named_parameters():  # all begin with the weights of the first
-            dist.broadcast(parameter.data, self.held[name].part, group=self._owners(name))
+
+    def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            held = self.held[name]
+            parameter.data = parameter.data.to(self.device, copy=held.is_split)  # with no memory of the others'
+            dist.broadcast(parameter.data, held.part, group=self._owners(name))
 
     def _owners(self, name: str) -> Any:
         """The processes that have the same values of a parameter; None for all."""

@@ -2,11 +2,14 @@
 
 Under every strategy they are a contiguous range of the flattened parameter: all elements (one process, DDP), rows of
 its first dimension (FSDP2, and experts under ep), or a part of a flat partition that several parameters share (ZeRO).
-But for tensor parallelism, where they may be columns: then the processes of a group have the whole together.
+But for tensor parallelism, where they may be columns: then the processes of a group have the whole together, or of
+shards of columns a range of it.
 
 Example: a weight of shape (5, 3), 15 elements, on 2 processes. Process 1 holds the last two rows under FSDP2: begin 9,
 count 6. ZeRO-3 cuts the weight into parts of 8, the last one padded: begin 8, count 7. ZeRO-2 puts the weight and a
 bias of 5 end to end, 10 elements a process: weight begin 10, count 5, offset 0, and bias begin 0, count 5, offset 5.
+Of a weight of shape (4, 6) whose columns two processes split, and two shard each part: the last of the four holds
+columns 3 to 5 of rows 2 and 3, begin 15, count 6, in 2 stretches; the two of its group hold elements 12 to 23 together.
 """
 
 from collections.abc import Iterator
@@ -46,12 +49,16 @@ class FlatShard:
     keeps_blocks: bool
     """Whether the holders' blocks of ``BLOCK`` elements are also blocks of the whole parameter, on every process."""
     held: Held | None = None
-    """Which part of the parameter it is, under a strategy that splits each in its own way (tp and ep)."""
+    """Which part of the parameter it is, or is a shard of, under a strategy that splits each in its own way (tp and
+    ep)."""
+    stretches: int = 1
+    """Ranges of the flattened parameter that it consists of, the first from ``begin`` on. Where there are several, the
+    processes of a group have one range together."""
 
     @property
-    def is_one_range(self) -> bool:
-        """Whether its elements follow one another in the flattened parameter, from ``begin`` on."""
-        return self.held is None or self.held.stretches == 1
+    def begin_of_group(self) -> int:
+        """Index of the first element of that range."""
+        return self.begin - self.held.part * self.held.stretch if self.held else self.begin
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -70,7 +77,7 @@ def flat_shards(strategy: Strategy, model: torch.nn.Module, *, values: bool) -> 
     engine = engine_of(model)
     if parts := held_parts_of(model):
         for name, parameter in trained_parameters(model):
-            yield _of_part(parts.held[name], name, parameter)
+            yield from _of_part(parts.held[name], name, parameter)
     elif engine is None:
         for name, parameter in trained_parameters(model):
             yield from _of_rows(name, parameter) if isinstance(parameter, DTensor) else _of_whole(name, parameter)
@@ -84,16 +91,33 @@ def _of_whole(name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
     yield FlatShard(name, tuple(parameter.shape), 0, parameter.numel(), parameter, 0, keeps_blocks=True)
 
 
-def _of_part(held: Held, name: str, parameter: torch.Tensor) -> FlatShard:
-    """Tensor and expert parallelism: the whole parameter, equal numbers of its rows, or of its columns."""
-    count = parameter.numel()
-    begin = held.part * count if held.stretches == 1 else 0
-    keeps = _keeps_blocks(0, count // held.stretches, held.shape.numel())
-    return FlatShard(name, tuple(held.shape), begin, count, parameter, 0, keeps, held)
+def _of_part(held: Held, name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
+    """Tensor and expert parallelism: the whole parameter, equal numbers of its rows, or of its columns; or shards of
+    these."""
+    begin, count, first_cut = _rows_of(parameter)
+    if not count:
+        return
+    if held.is_split:  # a range of a part, or some rows of its columns
+        is_of_columns = held.stretch < parameter.numel()
+        begin = held.part * held.stretch + begin * (held.share.split.parts if is_of_columns else 1)
+    keeps = _keeps_blocks(0, held.stretch, held.shape.numel()) and _keeps_blocks(0, first_cut, parameter.numel())
+    stretches = -(-count // held.stretch)
+    yield FlatShard(name, tuple(held.shape), begin, count, parameter, 0, keeps, held, stretches)
 
 
 def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
     """FSDP2 and HSDP: equal numbers of rows; the last processes may have fewer or none."""
+    begin, count, first_cut = _rows_of(parameter)
+    if count:
+        keeps = _keeps_blocks(0, first_cut, parameter.numel())
+        yield FlatShard(name, tuple(parameter.shape), begin, count, parameter, 0, keeps)
+
+
+def _rows_of(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Of the flattened parameter the first element that this process holds, how many it holds, and where the first
+    process's end; all of one that is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel(), parameter.numel()
     assert parameter.placements[-1] == Shard(0), parameter.placements
     mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinates is not None
@@ -102,9 +126,7 @@ def _of_rows(name: str, parameter: DTensor) -> Iterator[FlatShard]:
     first = min(most * coordinates[-1], rows)
     count = min(most, rows - first) * columns
     assert parameter.to_local().numel() == count
-    if count:
-        keeps = _keeps_blocks(0, most * columns, rows * columns)
-        yield FlatShard(name, tuple(parameter.shape), first * columns, count, parameter, 0, keeps)
+    return first * columns, count, most * columns
 
 
 def _of_common_partitions(strategy: Strategy, model: torch.nn.Module, zero: Any) -> Iterator[FlatShard]:

@@ -3,6 +3,8 @@
 Neighbours are a group: of four processes in groups of two, ranks 0 and 1 are one. Groups are replicas of one another:
 ranks 0 and 2 hold the same. What is not split, every process of a group has in full.
 
+Where parts are sharded (``part_shards``), ranks 0 and 2 hold shards of the same instead.
+
 Example: a weight of shape (8, 6) whose rows are split. Rank 3 holds part 1, rows 4 to 7, as does rank 1: of the 2
 processes that hold this part it is number 1. Of a norm, which is whole, it is number 3 of 4.
 """
@@ -17,8 +19,11 @@ import torch
 import torch.distributed as dist
 
 from finetune.compat.torch_private import all_gather_single
+from finetune.distributed.clipping import clip_parts
+from finetune.distributed.part_shards import share_of, whole_part
 from finetune.distributed.strategy import Strategy
 from finetune.models.tensor_plan import Share, join_flat, take_flat
+from finetune.optim.rounding import local_shard
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -35,7 +40,7 @@ class Held:
     copy: int
     """Which of them this is."""
     holders: int
-    """Processes of the launch that hold the same."""
+    """Processes of the launch that hold the same, or the same shard of it."""
     holder: int
     """Which of them this is."""
     group: Any
@@ -48,28 +53,33 @@ class Held:
         return self.share.split.parts > 1
 
     @property
-    def stretches(self) -> int:
-        """Ranges of the flattened parameter that a part consists of."""
-        return self.share.split.stretches(self.shape)
+    def stretch(self) -> int:
+        """Elements of a part that follow one another in the flattened parameter: it consists of ranges of so many."""
+        split = self.share.split
+        return self.shape.numel() // split.parts // split.stretches(self.shape)
 
     @torch.no_grad()
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
-        """The flattened parameter from its flattened parts, or what there is for each few elements of it. Collective
-        over the group."""
+    def joined(self, own: torch.Tensor, stretches: int) -> torch.Tensor:
+        """The flattened parameter from its flattened parts, or what there is for each few elements of it; or a range of
+        it from shards of parts. Collective over the group.
+
+        Args:
+            stretches: that ``own`` consists of.
+        """
         if not self.is_split:
             return own
         size = dist.get_world_size(self.group)
-        if self.stretches == self.copies == 1:  # the parts lie one after another: no second copy
+        if stretches == self.copies == 1:  # the parts lie one after another: no second copy
             whole = own.new_empty(size * own.numel())
             all_gather_single(whole, own, group=self.group)
             return whole
         every = [torch.empty_like(own) for _ in range(size)]
         dist.all_gather(every, own, group=self.group)
-        return join_flat(every[:: self.copies], self.stretches)
+        return join_flat(every[:: self.copies], stretches)
 
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
+    def own(self, whole: torch.Tensor, stretches: int) -> torch.Tensor:
         """The reverse."""
-        return take_flat(whole, self.part, self.share.split.parts, self.stretches)
+        return take_flat(whole, self.part, self.share.split.parts, stretches)
 
 
 def held_of(share: Share, shape: torch.Size, strategy: Strategy, size: int, group: Any) -> Held:
@@ -83,8 +93,8 @@ def held_of(share: Share, shape: torch.Size, strategy: Strategy, size: int, grou
     number, place = divmod(strategy.rank, size)
     copies = size // share.split.parts
     part, copy = divmod(place, copies)
-    holders = strategy.world_size // size * copies
-    return Held(share, part, copies, copy, holders, number * copies + copy, group, shape)
+    groups, number = (1, 0) if strategy.shards_parts else (strategy.world_size // size, number)
+    return Held(share, part, copies, copy, groups * copies, number * copies + copy, group, shape)
 
 
 class HeldParts(ABC):
@@ -110,7 +120,9 @@ class HeldParts(ABC):
         self.group = [dist.new_group(each) for each in self.groups][strategy.rank // size]
         self.same_place = ranks[self.place :: size]
         self.replicas = [dist.new_group(ranks[place::size]) for place in range(size)][self.place]
-        """The processes in the same place of each group, which hold the same parts."""
+        """The processes in the same place of each group, which hold the same parts, or shards of the same."""
+        self.shards = strategy.shards
+        """Into which each part is cut."""
         self.shares = strategy.shares
         """Of the rows, that of each process."""
         self.knowing = [self.shares.index(share) for share in range(strategy.data_processes)]
@@ -121,6 +133,11 @@ class HeldParts(ABC):
             for name, each in model.named_parameters()
         }
         _known[model] = self
+
+    @abstractmethod
+    def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Leave of some parameters of a model, by their names, what this process has of them, on its device. All begin
+        with the values of the first that has them. Collective."""
 
     def backward(
         self,
@@ -145,7 +162,7 @@ class HeldParts(ABC):
         for parameter, is_known in zip(trained.values(), has_one.tolist(), strict=True):
             if is_known and parameter.grad is None:  # of experts that no token of this process has passed, for example
                 parameter.grad = torch.zeros_like(parameter)
-        self._reduce({name: each.grad for name, each in trained.items() if each.grad is not None})
+        self._reduce({name: local_shard(each.grad) for name, each in trained.items() if each.grad is not None})
         return losses if self.counts else [each * 0 for each in losses]
 
     @staticmethod
@@ -159,19 +176,14 @@ class HeldParts(ABC):
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add up, in place, what the processes of the launch have of each gradient. Collective."""
+        """Add up, in place, what the processes of the launch have of each gradient; where parts are sharded, those of a
+        group have of it. Collective."""
 
     def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all parts by their common norm, which is returned as it was before. Each part counts
         once. Collective."""
-        own = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
-        counted = [each.grad for name, each in own if self.held[name].copy == 0 and each.grad is not None]
-        square = torch.nn.utils.get_total_norm(counted).to(self.device, torch.float32) ** 2
-        dist.all_reduce(square, group=self.group)
-        dist.all_reduce(square, op=dist.ReduceOp.MAX, group=self.replicas)  # groups may have added up in another order
-        norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_([each for _, each in own], max_norm, norm)
-        return norm
+        known: dict[str, Any] = {} if self.shards > 1 else {"group": self.group, "replicas": self.replicas}
+        return clip_parts(model, max_norm, counts=lambda name: self.held[name].copy == 0, device=self.device, **known)
 
     def proves(self, held: Held) -> bool:
         """Whether the bytes of a parameter show that the strategy is active."""
@@ -181,15 +193,19 @@ class HeldParts(ABC):
         """Of the parameters that prove it: in the whole model, what a process should hold, and what this one does."""
         proof = [(each, held) for name, each in model.named_parameters() if self.proves(held := self.held[name])]
         whole = [held.shape.numel() * each.element_size() for each, held in proof]
-        shares = [size // held.share.split.parts for size, (_, held) in zip(whole, proof, strict=True)]
-        return sum(whole), sum(shares), sum(each.nbytes for each, _ in proof)
+        shares = [
+            share_of(size // held.share.split.parts, each.shape, self.shards)
+            for size, (each, held) in zip(whole, proof, strict=True)
+        ]
+        return sum(whole), sum(shares), sum(local_shard(each).nbytes for each, _ in proof)
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole value of each trained parameter. Collective over the group."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 held = self.held[name]
-                yield name, held.joined(parameter.detach().view(-1)).view(held.shape)
+                part = whole_part(parameter.detach()).view(-1)
+                yield name, held.joined(part, part.numel() // held.stretch).view(held.shape)
 
     def told(self, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
         """What a function of forward passes returns, in the process that counts it; zeros in others, which compute the

@@ -17,8 +17,8 @@ def part_of(model: torch.nn.Module) -> Pipeline | HeldParts | None:
     return pipeline_of(model) or held_parts_of(model)
 
 
-def take_part(model: torch.nn.Module, strategy: Strategy, device: torch.device) -> None:
-    """Leave of a model what this process has under tp and ep. Collective.
+def take_part(model: torch.nn.Module, strategy: Strategy, device: torch.device) -> Pipeline | HeldParts | None:
+    """The part of a model that this process has, of which the parameters are settled then. Collective.
 
     A pipeline has left its stage when the optimizer was built.
     """
@@ -26,3 +26,9 @@ def take_part(model: torch.nn.Module, strategy: Strategy, device: torch.device) 
         TensorParallel(model, strategy, device)
     if strategy.experts > 1:
         ExpertParallel(model, strategy, device)
+    part = part_of(model)
+    if part:
+        for module in model.modules():  # positions, for example, which every process has
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+    return part

@@ -5,8 +5,8 @@ replicas, and compute different rows. So gradients are added up within a machine
 fewer bytes, go between machines.
 
 A stage is the whole model's object, in which modules of other stages pass on what they get: names, configuration and
-the model's own forward stay as they are. Every stage calls the loss; in all but the last the model's forward ends it,
-with what the next stage takes. The loss must call the model once.
+the model's own forward stay as they are. Every stage calls the loss; in all but the last the model ends it, with what
+the next stage takes. The loss must call the model once.
 
 A stage may have several parts of the layers: of 2 stages with 2 parts each, the first has the parts 0 and 2, the second
 1 and 3. In training a forward pass is one of a part, in which the other parts of the stage pass on too; elsewhere all
@@ -15,7 +15,7 @@ parts compute in one pass, which hands hidden states to the other stages and tak
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,12 +24,15 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from finetune.distributed.clipping import clip_parts
+from finetune.distributed.part_shards import whole_part
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
 from finetune.models.deferred_gradients import DeferredGradients, deferring_layers
 from finetune.models.pipeline_order import Order
 from finetune.models.pipeline_stages import stages_of
 from finetune.models.recomputation import layers_of
+from finetune.optim.rounding import local_shard
 
 OF_HEAD = ("loss_of_scores", "logits_to_keep")
 """Arguments of a model's forward that its decoder does not take."""
@@ -69,7 +72,9 @@ class Pipeline:
         stages = [list(ranks[first : first + width]) for first in ranks[::width]]
         self.ranks_of_stage = stages[self.stage]
         self.replicas = [dist.new_group(each) for each in stages][self.stage]
-        """The processes that have the same layers."""
+        """The processes that have the same layers, or shards of them."""
+        self.shards = strategy.shards
+        """Into which each layer is cut."""
         self.shares = strategy.shares
         """Of the rows, that of each process."""
         self.knowing = [each[-1] for each in lines]
@@ -128,19 +133,26 @@ class Pipeline:
                     _free(part, kept)
         if not self.is_first:
             embedding.forward = nothing
-        whole, base, last_part = model.forward, model.base_model, len(every) - 1
+        whole, base = model.forward, model.base_model
 
         def forward(**inputs: Any) -> Any:
             self._shape = *inputs["input_ids"].shape, model.config.get_text_config().hidden_size
-            if self.running == last_part or (self.running is None and self.is_last):
+            if self._has_scores:
                 return self._last_scores(model, whole(**inputs)) if self._answers else whole(**inputs)
             hidden = base(**{key: value for key, value in inputs.items() if key not in OF_HEAD}).last_hidden_state
-            if self._answers:
-                return self._last_scores(model, None, rows=len(hidden))
-            raise PassedOn(self._checked(hidden))
+            return self._last_scores(model, None, rows=len(hidden)) if self._answers else self._checked(hidden)
 
         forward.__signature__ = inspect.signature(whole)  # type: ignore[attr-defined]  # generate looks for names in it
         model.forward = forward
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether a forward pass comes to the end of the whole model."""
+        return self.is_last if self.running is None else self.running == self.parts[-1] and self.is_last
+
+    def _end_loss(self, model: torch.nn.Module, _: Any, found: Any) -> None:
+        if not (self._answers or self._has_scores):
+            raise PassedOn(found)
 
     def _checked(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states, which are what the next stage waits for."""
@@ -224,16 +236,19 @@ class Pipeline:
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each in own]
 
+    def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Put those of some parameters that this stage has on its device, where replicas begin with the weights of the
+        first. Collective."""
+        for name, each in parameters.items():
+            if not each.is_meta:
+                model.get_submodule(name.rpartition(".")[0]).to(self.device)  # quantised weights with their scales
+                if dist.get_world_size(self.replicas) > 1:
+                    dist.broadcast(each.data, self.ranks_of_stage[0], group=self.replicas)
+
     def begin(self, model: torch.nn.Module) -> None:
-        """Put what this stage has on its device, where replicas begin with the weights of the first. Collective."""
-        for module in self.modules:
-            module.to(self.device)
-        for module in model.modules():  # positions, which every stage has
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.device))
-        if dist.get_world_size(self.replicas) > 1:
-            for weight in self._of_stage(self.modules):
-                dist.broadcast(weight.data, self.ranks_of_stage[0], group=self.replicas)
+        """Have the model's forward passes end losses, from here on. A strategy has done by then what it does around
+        them: it comes before, at their end."""
+        model.register_forward_hook(self._end_loss)
 
     def step_as_one(self, model: torch.nn.Module) -> None:
         """Give the last stage the first one's embeddings, where they are the head's weights too and each rounds them
@@ -241,7 +256,7 @@ class Pipeline:
         known = dict(model.named_parameters()) if self.is_first or self.is_last else {}
         for name in self.shared:
             if name in known and known[name].dtype == torch.bfloat16:
-                dist.broadcast(known[name].data, self.line_ranks[0], group=self.ends)
+                dist.broadcast(local_shard(known[name].detach()), self.line_ranks[0], group=self.ends)
 
     @staticmethod
     def _of_stage(modules: list[torch.nn.Module]) -> dict[torch.nn.Parameter, None]:
@@ -267,21 +282,16 @@ class Pipeline:
 
     def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all stages by their common norm, which is returned as it was before."""
-        own = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
-        counted = [each.grad for name, each in own if self.owns(name) and each.grad is not None]
-        square = torch.nn.utils.get_total_norm(counted).to(self.device, torch.float32) ** 2
-        dist.all_reduce(square, group=self.line)
-        norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_([each for _, each in own], max_norm, norm)
-        return norm
+        known: dict[str, Any] = {} if self.shards > 1 else {"group": self.line, "replicas": self.replicas}
+        return clip_parts(model, max_norm, counts=self.owns, device=self.device, **known)
 
     @torch.no_grad()
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of each trained parameter of all stages. Collective over the stages."""
         known = dict(model.named_parameters())
         for name, owner in self.owners.items():
-            value = known[name].detach()
-            value = value if self.owns(name) else torch.empty_like(value, device=self.device)
+            own = known[name].detach()
+            value = whole_part(own) if self.owns(name) else torch.empty(own.shape, dtype=own.dtype, device=self.device)
             dist.broadcast(value, self.line_ranks[owner], group=self.line)
             yield name, value
 

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 from finetune.data.batches import IGNORED
 from finetune.distributed.pipeline import PassedOn, Pipeline
 from finetune.errors import InputError
+from finetune.optim.rounding import local_shard
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -134,15 +135,16 @@ class _Runner(torch.nn.Module):
 
 def _reduce(pipeline: Pipeline, model: torch.nn.Module) -> None:
     """Add up the gradients of replicas, and then those of embeddings that are the head's too: in this order all who
-    have them get the same sum, to the bit."""
+    have them get the same sum, to the bit. Those of the processes that share layers have been added up in the backward
+    pass."""
     own = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if dist.get_world_size(pipeline.replicas) > 1:
+    if pipeline.shards == 1 < dist.get_world_size(pipeline.replicas):
         gradients = map(_gradient_of, own.values())
         for work in [dist.all_reduce(each, group=pipeline.replicas, async_op=True) for each in gradients]:
             work.wait()
     if pipeline.is_first or pipeline.is_last:
         for name in pipeline.shared:
-            dist.all_reduce(_gradient_of(own[name]), group=pipeline.ends)
+            dist.all_reduce(local_shard(_gradient_of(own[name])), group=pipeline.ends)
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:

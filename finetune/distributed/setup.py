@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,8 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
-from finetune.distributed.model_parts import part_of, take_part
+from finetune.distributed.model_parts import take_part
+from finetune.distributed.part_shards import shard_part
 from finetune.distributed.pipeline import pipeline_of, trained_everywhere
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
@@ -101,7 +102,7 @@ def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Acceler
     return Accelerator(
         # bf16 weights are computed with as they are: nothing to cast, no master to keep
         mixed_precision="no" if weights == "bf16" and not strategy.is_deepspeed else strategy.mixed_precision,
-        cpu=strategy.rehearsal and strategy.keeps_parameters,
+        cpu=strategy.rehearsal and not (strategy.is_fsdp or strategy.is_deepspeed),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation,
             # the default ends accumulation early at the end of a data loader and shifts the gradient of that step
@@ -255,23 +256,32 @@ def prepare(
     Raises:
         RuntimeError: if the active strategy is not the requested one.
     """
-    take_part(model, strategy, accelerator.device)
-    if weights == "fp32_master" and not strategy.is_deepspeed:  # DeepSpeed makes its own masters
-        with trained_everywhere(model):
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()
-        dtype = compute_dtype(strategy, weights)
-        if strategy.keeps_parameters and dtype != torch.float32:
-            with_copies = compute_with_copies(model, dtype)
-            if pipeline := pipeline_of(model):
-                pipeline.with_copies = with_copies
+    part, dtype = take_part(model, strategy, accelerator.device), compute_dtype(strategy, weights)
+    makes_masters = weights == "fp32_master" and not strategy.is_deepspeed  # DeepSpeed makes its own
+
+    def settle(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        if part:
+            part.settle(model, parameters)
+        for parameter in parameters.values():
+            if makes_masters and parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    with trained_everywhere(model):
+        if part and strategy.shards_parts:
+            shard_part(model, optimizer, part.replicas, settle, device=accelerator.device, dtype=dtype)
+        else:
+            settle(dict(model.named_parameters()))
+    pipeline = pipeline_of(model)
+    if makes_masters and strategy.keeps_parameters and dtype != torch.float32:
+        with_copies = compute_with_copies(model, dtype)
+        if pipeline:
+            pipeline.with_copies = with_copies
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
+    if pipeline:
+        pipeline.begin(model)
     with _without_chatter():
-        if pipeline := pipeline_of(model):
-            pipeline.begin(model)
-        if part_of(model):
+        if part:
             optimizer = accelerator.prepare(optimizer)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)

@@ -9,7 +9,8 @@ parallelism gives a process, are put together with the others' for as long as th
 Example: a weight of shape (5, 3) under FSDP2 on 2 processes. Process 1 yields ``weights/w`` with begin 9 and 6 values,
 then ``optimizer/exp_avg/w`` alike. Under HSDP on 4 processes, ranks 1 and 3 hold these same 6 values: rank 1 writes
 values 0 to 2, rank 3 writes 3 to 5. Of 8-bit state of 2,048 elements, process 1 of 2 has scales 4 to 7 of 8.
-Of a weight of shape (3, 4) whose columns two processes split, each yields all 12 values, and writes 6 of them.
+Of a weight of shape (3, 4) whose columns two processes split, each yields all 12 values, and writes 6 of them; where
+each part is sharded over two more, the group that has rows 0 and 1 yields 8 values, and the other one 4.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,13 +68,16 @@ def pieces(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Op
         model, optimizer: as ``prepare`` returned them.
     """
     for piece, shard in _own(strategy, model, optimizer):
-        if shard.held is None or shard.is_one_range or OF_THIS_LAUNCH in piece.name:
+        if shard.held is None or shard.stretches == 1 or OF_THIS_LAUNCH in piece.name:
             yield piece
             continue
-        whole = shard.held.joined(piece.values)
-        written = _shared(whole.numel(), strategy.rank, strategy.world_size)
-        yield replace(piece, begin=0, values=whole, written=written)
-        piece.values.copy_(shard.held.own(whole))
+        held = shard.held
+        whole = held.joined(piece.values, shard.stretches)
+        begin = shard.begin_of_group // (shard.count // piece.values.numel())
+        parts = held.share.split.parts
+        written = _shared(whole.numel(), held.holder * parts + held.part, held.holders * parts)
+        yield replace(piece, begin=begin, values=whole, written=written)
+        piece.values.copy_(held.own(whole, shard.stretches))
 
 
 def own_values(
@@ -120,7 +124,8 @@ def _state_piece(
     if blockwise and not shard.keeps_blocks:
         processes, number = strategy.world_size, strategy.shard
         if shard.held is not None:  # replicas, however many, hold the same
-            processes, number = shard.held.share.split.parts, shard.held.part
+            processes = shard.held.share.split.parts * strategy.shards
+            number += shard.held.part * strategy.shards
         name += f"{OF_THIS_LAUNCH}{strategy.name}, {processes} processes, shard {number}"
         shape, begin = (end - first,), 0
     return _piece(strategy, name, shape, begin, flat[first:end], writes=writes, held=shard.held)
@@ -143,7 +148,8 @@ def _piece(
     """
     replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
     if strategy.stages > 1:
-        replicas, replica = strategy.data_processes, strategy.rank % strategy.data_processes
+        replicas = strategy.data_processes // strategy.shards
+        replica = strategy.rank % strategy.data_processes // strategy.shards
     elif held is not None:
         replicas, replica = held.holders, held.holder
     return Piece(name, shape, begin, values, _shared(values.numel() if writes else 0, replica, replicas))

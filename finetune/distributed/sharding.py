@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from finetune.distributed.held_parts import held_parts_of
+from finetune.distributed.part_shards import share_of
 from finetune.distributed.pipeline import pipeline_of
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import local_shard
@@ -35,6 +36,8 @@ class Sharding:
     """Of the modules of this stage; or of the parts of layers that this process should have, with what is whole."""
     parts: int | None = None
     """Of the layers that this stage has."""
+    cuts: int | None = None
+    """Processes over which a stage, or the parts of layers that one process would have, are sharded in turn."""
 
     def problem(self) -> str | None:
         """A sentence if this process holds more than its share; shards are padded to equal sizes."""
@@ -59,6 +62,7 @@ class Sharding:
             line += f" of {size_text(self.total_bytes)}, those of a layer split over {self.shards} processes"
         else:
             line += f" of {size_text(self.total_bytes)}, 1/{self.shards}" if self.shards > 1 else ", nothing sharded"
+        line += f", in {self.cuts} shards" if self.cuts else ""
         beside = f"; plus {size_text(self.constants_bytes)} of quantisation constants"
         return line + (beside if self.constants_bytes else "")
 
@@ -71,14 +75,18 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
     """Measure what this process holds of a prepared model and optimizer."""
     parameters: list[Any] = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    cuts = strategy.shards if strategy.shards_parts else None
     if pipeline := pipeline_of(model):
         total = sum(each.nbytes for name, each in model.named_parameters() if name in pipeline.names)
-        own = _bytes([each for module in pipeline.modules for each in module.parameters()])
-        of_stage = _constants(model), pipeline.layers, own, len(pipeline.parts)
-        return Sharding("weights", strategy.stages, total, _bytes(parameters), *of_stage)
+        own = {each for module in pipeline.modules for each in module.parameters()}
+        share = sum(share_of(each.nbytes, each.shape, pipeline.shards) for each in own)
+        of_stage = _constants(model), pipeline.layers, share, len(pipeline.parts)
+        held_bytes = _bytes([*map(local_shard, parameters)])
+        return Sharding("weights", strategy.stages, total, held_bytes, *of_stage, cuts=cuts)
     if parts := held_parts_of(model):
-        total, own, held_bytes = parts.bytes_of_shares(model)
-        return Sharding(parts.proven_by, parts.size, total, held_bytes, _constants(model), share_bytes=own)
+        total, share, held_bytes = parts.bytes_of_shares(model)
+        of_parts = parts.proven_by, parts.size, total, held_bytes, _constants(model)
+        return Sharding(*of_parts, share_bytes=share, cuts=cuts)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from finetune.compat.torch_private import cpu_computes_bf16
-from finetune.config.compatibility import IN_PARTS, SIZES, TOGETHER, Cell, bf16_weights_problems, refusal
+from finetune.config.compatibility import IN_PARTS, SHARDED_PARTS, SIZES, TOGETHER, Cell, bf16_weights_problems, refusal
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -34,10 +34,11 @@ class Strategy:
     context: int = 1
     """Processes that compute each row together: the number in the launch file for cp and ulysses."""
     stages: int = 1
-    """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp."""
+    """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp
+    and fsdp2_pp."""
     tensor: int = 1
     """Processes that split the weights of each layer, and compute the same rows: the number in the launch file for
-    tp."""
+    tp and fsdp2_tp."""
     experts: int = 1
     """Processes that share the experts of each layer: the number in the launch file for ep."""
     parent: int = field(default_factory=os.getppid, compare=False)
@@ -58,8 +59,8 @@ class Strategy:
             replicas = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
             if environ.get("PARALLELISM_CONFIG_TP_SIZE", "1") != "1":
                 raise InputError(
-                    "The launch file sets parallelism_config_tp_size, but layers whose weights are sharded are not "
-                    "split here; set it to 1, or use the strategy file tp."
+                    "The launch file sets parallelism_config_tp_size, by which layers are not split here; set it to "
+                    "1, or use the strategy file fsdp2_tp."
                 )
             offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
             name = together or ("hsdp" if replicas > 1 else "fsdp2")
@@ -109,13 +110,14 @@ class Strategy:
 
     @property
     def shards(self) -> int:
-        """Processes over which the optimizer's state is split."""
-        return 1 if self.keeps_parameters else self.world_size // self.replicas
+        """Processes over which the optimizer's state is split; of a part of the model, where each has one."""
+        return 1 if self.keeps_parameters else self.world_size // self.replicas // self.stages // self.tensor
 
     @property
     def shard(self) -> int:
-        """Which of the shards this process holds; processes with the same one hold the same weights."""
-        return self.rank % self.shards
+        """Which of the shards this process holds; processes with the same one hold the same weights, or parts of the
+        same."""
+        return self.rank // self.tensor % self.shards
 
     @property
     def takes_parts(self) -> bool:
@@ -128,8 +130,14 @@ class Strategy:
         return self.name in ("single", "ddp") or self.takes_parts
 
     @property
+    def shards_parts(self) -> bool:
+        """Each process has a shard of a part of the model, which ``part_shards`` takes."""
+        return self.name in SHARDED_PARTS.values()
+
+    @property
     def is_fsdp(self) -> bool:
-        return self.name.startswith(("fsdp2", "hsdp", *TOGETHER))
+        """Accelerate shards the whole model with FSDP2."""
+        return self.name.startswith(("fsdp2", "hsdp", *TOGETHER)) and not self.shards_parts
 
     @property
     def is_deepspeed(self) -> bool:
@@ -195,7 +203,15 @@ def _megatron() -> tuple[str, dict[str, int]]:
         keys = " or ".join(f"{SIZES[name].key} (strategy file {name})" for name in IN_PARTS)
         raise InputError(f"The launch file asks for a pipeline of one stage; set {keys} to 2 or more.")
     ((name, size),) = asked.items()
-    return name, {SIZES[name].field: size}
+    field = SIZES[name].field
+    if os.environ.get("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "").lower() == "true":
+        if name not in SHARDED_PARTS:
+            raise InputError(
+                f"The launch file sets megatron_lm_use_distributed_optimizer to true, but {name} does not shard what "
+                "processes hold; set it to false, or use the strategy file fsdp2."
+            )
+        name = SHARDED_PARTS[name]
+    return name, {field: size}
 
 
 def _asked(strategies: Iterable[str]) -> dict[str, int]:
@@ -246,6 +262,7 @@ def describe(strategy: Strategy) -> str:
     processes += f", {strategy.stages} stages" if strategy.stages > 1 else ""
     processes += f", {strategy.experts} for the experts" if strategy.experts > 1 else ""
     processes += f", {strategy.tensor} for each layer" if strategy.tensor > 1 else ""
+    processes += f", {strategy.shards} shards of each part" if strategy.shards_parts else ""
     precision = "fp32" if strategy.mixed_precision == "no" else strategy.mixed_precision
     where = "rehearsal on CPU, no GPU found" if strategy.rehearsal else torch.cuda.get_device_name()
     if strategy.rehearsal and strategy.mixed_precision == "bf16" and native_precision() == "no":
@@ -278,13 +295,13 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         )
     if processes % strategy.stages:
         found.append(
-            f"pp has {strategy.stages} stages, but it was launched with {processes} processes; launch a multiple of "
-            f"{strategy.stages}, or set --megatron_lm_pp_degree."
+            f"{strategy.name} has {strategy.stages} stages, but it was launched with {processes} processes; launch a "
+            f"multiple of {strategy.stages}, or set --megatron_lm_pp_degree."
         )
     if processes % strategy.tensor:
         found.append(
-            f"tp splits each layer over {strategy.tensor} processes, but it was launched with {processes}; launch a "
-            f"multiple of {strategy.tensor}, or set --megatron_lm_tp_degree."
+            f"{strategy.name} splits each layer over {strategy.tensor} processes, but it was launched with "
+            f"{processes}; launch a multiple of {strategy.tensor}, or set --megatron_lm_tp_degree."
         )
     if processes % strategy.experts:
         found.append(
@@ -295,6 +312,12 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
         found.append(
             f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
             f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
+        )
+    if strategy.shards_parts and processes == strategy.stages * strategy.tensor:
+        plain = next(name for name, sharded in SHARDED_PARTS.items() if sharded == strategy.name)
+        found.append(
+            f"{strategy.name} shards each part of the model over the processes that have the same, but each of the "
+            f"{processes} processes has another one; launch {2 * processes} or more, or use the strategy file {plain}."
         )
     if strategy.mixed_precision not in DTYPES:
         found.append(precision_problem(strategy.mixed_precision))

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.held_parts import HeldParts
+from finetune.distributed.held_parts import Held, HeldParts
 from finetune.distributed.strategy import Strategy
+from finetune.errors import InputError
 from finetune.models import quantization, tensor_layers, tensor_plan
 
 
 class TensorParallel(HeldParts):
-    """This process's part of a model, which from here on has the values of this part alone. Collective.
+    """This process's part of a model, whose layers compute with the group's other processes from here on. Collective.
 
     Args:
-        model: whole, with its adapter, not prepared yet.
+        model: whole, with its adapter, not prepared yet. ``settle`` leaves its part of it.
     """
 
     strategy = "tp"
@@ -32,15 +33,18 @@ class TensorParallel(HeldParts):
         layers, shares = tensor_plan.layers_of(model, size), tensor_plan.shares_of(model, size)
         splits_vocabulary = tensor_plan.splits_vocabulary(model, size)
         super().__init__(model, strategy, device, size, shares)
+        if strategy.shards_parts:
+            _refuse_bundles(strategy, {n: self.held[n] for n, each in model.named_parameters() if each.requires_grad})
         numbers = sorted({held.copies for held in self.held.values()})
         self._same = {copies: self._of_same(copies, strategy.rank) for copies in numbers}
         """By how many processes of a group hold the same part: those that hold this one's, and the first of them."""
-        for name, parameter in model.named_parameters():
-            parameter.data = self._own(model, name, parameter)
         tensor_layers.split_forward(model, layers, self.group)
         if splits_vocabulary:
             tensor_layers.split_embedding(model.get_input_embeddings(), self.place, self.group)
-        model.to(device)
+
+    def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            parameter.data = self._own(model, name, parameter)
 
     def _of_same(self, copies: int, rank: int) -> tuple[Any, int]:
         found: tuple[Any, int] = (None, rank)
@@ -51,13 +55,16 @@ class TensorParallel(HeldParts):
                 found = (group, first) if rank in same else found
         return found
 
-    def _own(self, model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _own(self, model: torch.nn.Module, name: str, parameter: Any) -> torch.Tensor:
         """The values of this process, with no memory of the others'. All begin with those of the first. Collective."""
         held, own = self.held[name], parameter.data
-        if held.is_split and hasattr(parameter, "quant_state"):  # of bitsandbytes
+        is_quantised = hasattr(parameter, "quant_state")  # of bitsandbytes
+        if held.is_split and is_quantised:
             own = quantization.take_part(model.get_submodule(name.rpartition(".")[0]), held.share.split, held.part)
         elif held.is_split:
             own = held.share.split.take(own, held.part)
+        if is_quantised:
+            parameter.quant_state.to(self.device)
         own = own.to(self.device).clone(memory_format=torch.contiguous_format)
         if held.copies > 1:
             group, first = self._same[held.copies]
@@ -67,7 +74,8 @@ class TensorParallel(HeldParts):
         return own
 
     def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Partial gradients of a group, then those of replicas; equal ones are the first one's, to the bit."""
+        """Partial gradients of a group, then those of replicas; equal ones are the first one's, to the bit. Those of
+        the processes that share a part have been added up in the backward pass."""
         for name, gradient in gradients.items():
             held = self.held[name]
             group, first = self._same[held.copies]
@@ -75,5 +83,20 @@ class TensorParallel(HeldParts):
                 dist.all_reduce(gradient, group=group)
             elif held.copies > 1:
                 dist.broadcast(gradient, first, group=group)
-            if len(self.same_place) > 1:
+            if len(self.same_place) > 1 and self.shards == 1:
                 dist.all_reduce(gradient, group=self.replicas)
+
+
+def _refuse_bundles(strategy: Strategy, trained: Mapping[str, Held]) -> None:
+    """Of two tensors that lie end to end a part has rows of each, and a shard of it would have no range of the whole.
+
+    Raises:
+        InputError: if a trained parameter consists of several: an adapter of experts does.
+    """
+    if bundled := [
+        name for name, held in trained.items() if held.share.split.dim == 0 and held.share.split.bundles > 1
+    ]:
+        raise InputError(
+            f"{strategy.name} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, "
+            "or use the strategy file tp."
+        )

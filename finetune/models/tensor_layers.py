@@ -80,12 +80,16 @@ def _wrap_experts(module: Any, take: Change, give: Change, copy: Change) -> None
 
 
 def split_embedding(embedding: Any, part: int, group: Any) -> None:
-    """Have an embedding that has some rows of the vocabulary look up its own, and take the others' from their
-    processes."""
-    own, rows, reduce = embedding.forward, embedding.weight.shape[0], _through(_Reduced, group)
+    """Have an embedding look up its own of equal parts of its rows, and take the others' from their processes.
+
+    Args:
+        embedding: whole, whose weight will be a part.
+    """
+    own, vocabulary, reduce = embedding.forward, embedding.weight.shape[0], _through(_Reduced, group)
+    rows = vocabulary // dist.get_world_size(group)
     first = part * rows
     if embedding.padding_idx is not None:  # whose row has no gradient
-        inside = embedding.padding_idx % (rows * dist.get_world_size(group)) - first
+        inside = embedding.padding_idx % vocabulary - first
         embedding.padding_idx = inside if 0 <= inside < rows else None
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:

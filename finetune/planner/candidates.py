@@ -145,7 +145,8 @@ def why_not(model: Model, setting: Setting) -> str | None:
 def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
     if setting.stages == 1:
         return []
-    return stage_problems("this model", len(model.anatomy.costs), setting.stages, setting.parts) + pipeline_problems(
+    known = "this model", len(model.anatomy.costs), setting.stages, setting.parts
+    return stage_problems(setting.strategy, *known) + pipeline_problems(
         setting.strategy,
         parts=setting.parts,
         schedule=setting.pipeline_schedule,
@@ -168,7 +169,9 @@ def _tensor_problems(model: Model, setting: Setting) -> list[str]:
         for parts, bits, reason in model.anatomy.not_split
         if (parts, bits) == (setting.tensor, None if setting.bits is None else 4)
     ]
-    return split_problems(reasons, []) + tensor_problems(setting.strategy, precision=setting.precision)
+    return split_problems(setting.strategy, reasons, []) + tensor_problems(
+        setting.strategy, precision=setting.precision
+    )
 
 
 def _context_problems(model: Model, setting: Setting) -> list[str]:

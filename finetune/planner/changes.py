@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from finetune.config.compatibility import SIZES, STRATEGIES, bf16_weights_problems
-from finetune.trace.placement import SPLITS, placement_of
+from finetune.config.compatibility import SIZES, bf16_weights_problems
+from finetune.trace.placement import PLANNED, SPLITS, placement_of
 from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
@@ -97,7 +97,7 @@ def sharded(setting: Setting) -> list[Setting]:
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
     apart = replace(setting, **APART, **PLAIN_1F1B, accumulation=setting.accumulation // together)
-    for strategy in (each for each in STRATEGIES if each not in SIZES):
+    for strategy in (each for each in PLANNED if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)

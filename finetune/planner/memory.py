@@ -177,7 +177,7 @@ def offloaded_bytes(step: Step, anatomy: Anatomy, setting: Setting) -> float:
     if setting.stages == 1:
         return of_model
     stages = pipelines.stages_of(setting, anatomy)
-    return of_model * max(each.ahead(setting.accumulation) * each.layers for each in stages) / anatomy.layers
+    return of_model * max(each.ahead(setting.order, setting.accumulation) * each.layers for each in stages) / anatomy.layers
 
 
 def _pinned(size: float) -> int:

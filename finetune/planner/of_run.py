@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune import __version__
+from finetune.errors import InputError
 from finetune.hardware.cards import Machines
 from finetune.planner.candidates import fastest
 from finetune.planner.judged_rows import Row
@@ -11,6 +12,7 @@ from finetune.planner.memory import StepMemory
 from finetune.planner.model import Model
 from finetune.planner.nearest import nearest_that_fits
 from finetune.planner.question import Question, question_about
+from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 from finetune.units import GIB, MIB, size_text
 
@@ -141,6 +143,8 @@ def plan_run(
         InputError: if the run cannot be traced.
         RunStopped: if the libraries here cannot be traced.
     """
+    if setting.strategy not in PLANNED:
+        raise InputError(f"The planner does not support {setting.strategy}, only {', '.join(PLANNED)}.")
     rows = micro_batch_size or 1
     setting = replace(
         setting,

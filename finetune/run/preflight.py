@@ -159,23 +159,6 @@ def _layer_problems(cfg: sections.Run, launch: distributed.Strategy, skeleton: P
     )
 
 
-def _part_problems(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> list[str]:
-    """Why the model cannot be divided into the parts that the launch asks for."""
-    skeleton, found = spec.skeleton, list[str]()
-    name = type(skeleton).__name__
-    if launch.stages > 1:
-        layers = len(pipeline_stages.units_of(skeleton))
-        found += stage_problems(name, layers, launch.stages, cfg.train.pipeline_parts)
-    if launch.tensor > 1:
-        saved = sorted(tensor_plan.split_names(skeleton) & set(cfg.adapter.modules_to_save))
-        reasons = list(tensor_plan.why_not(skeleton, launch.tensor, bits=spec.quantised_bits))
-        found += split_problems(reasons, saved)
-    if launch.experts > 1:
-        experts = expert_layers.experts_of(skeleton)
-        found += expert_problems(name, experts, launch.experts, launch.mixed_precision)
-    return found
-
-
 def _check_adapter(cfg: sections.Run, spec: ModelSpec) -> None:
     """Refuse an adapter that the model cannot have.
 
@@ -289,6 +272,19 @@ def _context_problems(spec: ModelSpec, launch: distributed.Strategy, dtype: torc
     reasons = packing_support.why_not_spread(spec.config, dtype=dtype, capability=capability, own_code=own_code)
     heads, key_heads = packing_support.heads_of(spec.config)
     return spread_problems(reasons) or heads_problems(launch.name, launch.context, heads, key_heads)
+
+
+def _part_problems(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> list[str]:
+    """Why the model cannot be divided into what the strategy gives each process: stages, parts of layers, experts."""
+    skeleton, kind = spec.skeleton, type(spec.skeleton).__name__
+    if launch.stages > 1:
+        layers = len(pipeline_stages.units_of(skeleton))
+        return stage_problems(launch.name, kind, layers, launch.stages, cfg.train.pipeline_parts)
+    if launch.tensor > 1:
+        saved = sorted(tensor_plan.split_names(skeleton) & set(cfg.adapter.modules_to_save))
+        reasons = list(tensor_plan.why_not(skeleton, launch.tensor, bits=spec.quantised_bits))
+        return split_problems(launch.name, reasons, saved)
+    return expert_problems(kind, expert_layers.experts_of(skeleton), launch.experts, launch.mixed_precision)
 
 
 def weight_files(spec: ModelSpec, adapter: sections.Adapter) -> list[Path]:

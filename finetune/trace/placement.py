@@ -7,10 +7,12 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import SIZES, TOGETHER
+from finetune.config.compatibility import SHARDED_PARTS, SIZES, STRATEGIES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
+PLANNED = tuple(strategy for strategy in STRATEGIES if strategy not in SHARDED_PARTS.values())
+"""Strategies that the planner knows."""
 SPLITS = (2, 4, 8)
 """Numbers of GPUs that may share each row, each layer or its experts, inside a machine."""
 TAKEN_TOGETHER = {
