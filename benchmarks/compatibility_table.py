@@ -2,7 +2,8 @@
 
 import re
 
-from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
+from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, cells, refusal
+from finetune.config.strategy_names import STRATEGIES
 
 NAMES = {"none": "full", "lora": "LoRA", "dora": "DoRA"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from benchmarks import configuration_plans
-from finetune.config.compatibility import STRATEGIES
+from finetune.config.strategy_names import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,13 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import (
-    SIZES,
-    expert_problems,
-    heads_problems,
-    refusal,
-    stage_problems,
-)
+from finetune.config.compatibility import expert_problems, heads_problems, refusal, stage_problems
+from finetune.config.strategy_names import SIZES
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.compatibility import SIZES
+from finetune.config.strategy_names import SIZES
 
 from . import plan_cases
 from .plan_cases import Case

@@ -154,7 +154,8 @@ def _compared(whole: Any, mutation: str) -> tuple[float, float]:
         expected = next_token_loss_sum(whole, micro_batch)
         expected.backward()
         (found, *_) = tensor.backward(part, next_token_loss_sum, [micro_batch], lambda loss: loss)
-    gradients = {n: tensor.held[n].joined(p.grad.view(-1)) for n, p in part.named_parameters() if p.grad is not None}
+    own = {n: p.grad.view(-1) for n, p in part.named_parameters() if p.grad is not None}
+    gradients = {n: tensor.held[n].joined(g, g.numel() // tensor.held[n].stretch) for n, g in own.items()}
     wrong = max(
         float((gradients[n] - p.grad.view(-1)).abs().max() / p.grad.abs().max().clamp(min=1e-6))
         for n, p in whole.named_parameters()

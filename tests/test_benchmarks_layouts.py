@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.plan_cases import Case
-from finetune.config.compatibility import SIZES
+from finetune.config.strategy_names import SIZES
 from finetune.errors import InputError
 from finetune.trace.placement import PLANNED
 

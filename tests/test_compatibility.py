@@ -21,7 +21,8 @@ from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
 from finetune.config import sections
-from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, STRATEGIES, Cell, cells, refusal
+from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, cells, refusal
+from finetune.config.strategy_names import STRATEGIES
 from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
 from finetune.models import loading

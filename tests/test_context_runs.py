@@ -20,8 +20,14 @@ TOGETHER = ["cp", "ulysses"]
 CP, SP = "PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"
 OTHER_WAYS = "but processes spread rows in one of these ways; set the other to 1."
 REFUSED: dict[str, tuple[str, int, dict[str, str], dict[str, Any], str]] = {
-    "three processes": ("cp", 3, {}, {}, "computed by 2 processes, but it was launched with 3; launch a multiple of 2"),
-    "one process": ("ulysses", 1, {}, {}, "computed by 2 processes, but it was launched with 1; launch a multiple of"),
+    "three processes": (
+        "cp",
+        3,
+        {},
+        {},
+        "cp was launched with 2 GPUs for each row, but with 3 processes; launch a multiple of 2",
+    ),
+    "one process": ("ulysses", 1, {}, {}, "2 GPUs for each row, but with 1 process; launch a multiple of 2"),
     "noise": ("cp", 2, {}, {"train__neftune_alpha": 5.0}, "train.neftune_alpha draws noise for whole documents; set"),
     "attention": ("ulysses", 2, {}, {"model__attention": "sdpa"}, "has its own attention; set model.attention to auto"),
     "offload": ("cp", 2, {"FSDP_OFFLOAD_PARAMS": "true"}, {}, "set fsdp_offload_params to false, or use the strategy"),

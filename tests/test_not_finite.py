@@ -89,7 +89,7 @@ def test_step_leaves_all_weights_as_they_were_is_reported_with_its_rows_and_the_
     strategy: str, world_size: int, spoil: Any, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
     sharing = data_processes(strategy, world_size)
-    calls_before = 2 if strategy == "pp" else 1  # of the memory check, which fills both stages
+    calls_before = 2 if strategy.endswith("pp") else 1  # of the memory check, which fills both stages
     of_second_step = {calls_before + ROWS // 2 // sharing}  # the first of its micro-batches
     run = functools.partial(scenarios.configuration, model_folder, conversations, tmp_path / "run", **CONSTANT)
     weights, metrics = {}, {}

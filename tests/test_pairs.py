@@ -12,10 +12,10 @@ from plan_models import arithmetic, config_named
 from finetune.cli.planning.asked import asked
 from finetune.cli.planning.launch_command import launch_command
 from finetune.cli.planning.written import Options
-from finetune.config.compatibility import STRATEGIES
 from finetune.config.dpo_section import Dpo
 from finetune.config.recipe_classes import PairedRun, class_of
 from finetune.config.sections import Run
+from finetune.config.strategy_names import STRATEGIES
 from finetune.data import dataset
 from finetune.data.encoding import Settings
 from finetune.data.formats import convert_pair

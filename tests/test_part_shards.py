@@ -25,14 +25,17 @@ def tuned(ranks: Any, conversations: Path, held_out: Path, tmp_path_factory: pyt
     return splitting.Tuned(ranks, conversations, held_out, tmp_path_factory.mktemp("tuned"))
 
 
-SHOWN = ["tied embeddings, biases", "replicas, lora"]
+RUNS: dict[str, dict[str, Any]] = {name: changes for name, (*_, changes) in SETTINGS.items()} | {
+    # of three rows one shard has two; of one, the second has none
+    "shards of unequal size": LORA | {"adapter__rank": 3, "adapter__rank_pattern": {"q_proj": 1, "down_proj": 1}},
+    "lora on all but the experts": LORA | {"model__path": "experts", "adapter__targets": ["q_proj", "o_proj"]},
+}
+SHOWN = ["tied embeddings, biases", "an adapter that starts with the weights", "shards of unequal size"]
 
 
-@pytest.mark.parametrize(
-    "name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in SETTINGS if each not in SHOWN)]
-)
+@pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in RUNS if each not in SHOWN)])
 def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name: str, tuned: Any):
-    changes = SETTINGS[name][2]
+    changes = RUNS[name]
     expected = tuned("alone", 1, 1, **changes)
     assert_alike(tuned("shared", 4, 2, **SHARDED, **changes), expected)
     answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
@@ -100,7 +103,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
         {},
         "each of the 2 processes has another one; launch 4 or more, or use the strategy file tp.",
     ),
-    "three processes": (3, {}, {}, "fsdp2_tp splits each layer over 2 processes, but it was launched with 3; launch a"),
+    "three processes": (3, {}, {}, "fsdp2_tp was launched with 2 GPUs for each layer, but with 3 processes; launch a"),
     "shards of experts": (
         *(4, {"MEGATRON_LM_TP_DEGREE": "1", "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "2"}, {}),
         "megatron_lm_use_distributed_optimizer to true, but ep does not shard what processes hold; set it to false",
@@ -135,3 +138,4 @@ def test_adapters_of_experts_are_refused(ranks: Any, conversations: Path, tmp_pa
     for said in ranks(4).run(sharing.refused_by_a_run, "recipes.sft", config.model_dump(), {}, strategy="fsdp2_tp"):
         assert "fsdp2_tp does not shard adapters of experts (" in said
         assert "set adapter.targets to other layers, or use the strategy file tp." in said
+    assert not (tmp_path / "run").exists()

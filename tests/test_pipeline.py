@@ -111,7 +111,7 @@ def test_models_whose_layers_hand_on_more_than_hidden_states_have_no_stages(fami
 
 
 REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
-    "three processes": (3, {}, {}, "pp has 2 stages, but it was launched with 3 processes; launch a multiple of 2"),
+    "three processes": (3, {}, {}, "pp was launched with 2 stages, but with 3 processes; launch a multiple of 2"),
     "one stage": (2, {STAGES: "1"}, {}, "asks for a pipeline of one stage; set megatron_lm_pp_degree (strategy file"),
     "split layers": (2, {"MEGATRON_LM_TP_DEGREE": "2"}, {}, "which do not go together here; set all but one of them"),
     "more stages than layers": (4, {STAGES: "4"}, {}, "with 4 stages, but the model has 2 layers; set --megatron_lm"),

@@ -149,7 +149,8 @@ def test_gradients_of_experts_are_added_up_over_replicas_and_others_over_all_onc
     over_replicas, over_all = 4 * experts / 4 * 2 * 1 / 2, 4 * others * 2 * 7 / 8  # 2 (n - 1) / n of 4 bytes
     for accumulation in (1, 3):
         found = sent(mixture, replace(SHARED, accumulation=accumulation))
-        assert found["all-reduce in the backward pass"] == pytest.approx(over_replicas + over_all)
+        # and a byte for each parameter, which says whether any process has a gradient of it
+        assert found["all-reduce in the backward pass"] == pytest.approx(over_replicas + over_all, rel=1e-4)
 
 
 def test_all_gpus_compute_different_rows(mixture: Model):
@@ -186,7 +187,7 @@ def test_twice_the_tokens_for_the_experts_of_a_gpu_are_more_activations_and_more
 def test_answer_says_what_routers_that_are_not_balanced_would_take(mixture: Model):
     asked = question_about(mixture, SHARED, MACHINES, mean_document_tokens=TOKENS)
     (told,) = [each for each in reasons(Plan(asked, (judged(asked, SHARED),), (), None)) if "router" in each]
-    assert told.startswith("ep 4 is planned for balanced routers: with twice the tokens for its experts, a GPU needs ")
+    assert told.startswith("ep 4 is planned for balanced routers: with twice the tokens for its experts, at ")
     plan = plan_run(
         mixture,
         SHARED,
@@ -245,8 +246,9 @@ def test_from_shared_experts_that_do_not_fit_more_gpus_share_them_or_strategies_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"experts": 3}, "take a multiple of them"),
-        ({"experts": 16}, "each layer of the model has 8"),
+        ({"experts": 3}, "shared by 3 processes, but each layer has 8"),
+        ({"world_size": 12}, "take a multiple of them"),
+        ({"experts": 16}, "shared by 16 processes, but each layer has 8"),
         ({"precision": "fp16"}, "ep does not scale losses"),
         ({"optimizer": "adafactor"}, "needs whole matrices"),
         ({"adapter": "lora", "bits": 4}, "which bitsandbytes does not quantise"),
@@ -258,4 +260,6 @@ def test_what_a_run_would_refuse_is_no_option(change: dict[str, Any], words: str
 
 
 def test_a_dense_model_has_no_experts_to_share():
-    assert "this model has none that can be shared" in (why_not(LLAMA_8B, SHARED) or "")
+    for processes, size in ((8, 4), (3, 1)):  # also on GPUs that could not share any
+        setting = replace(SHARED, world_size=processes, experts=size)
+        assert "this model has none that can be shared" in (why_not(LLAMA_8B, setting) or "")

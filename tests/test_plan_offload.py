@@ -41,7 +41,7 @@ OFFLOAD = replace(FULL, offloads_activations=True)
 def asked(tokens: int, gpus: str = "1x28GB", **others: Any) -> Any:
     base = Setting(adapter="lora", row_tokens=tokens, layout="flat")
     known: dict[str, Any] = {"model": LLAMA_8B, "base": base, "mean_document_tokens": tokens, "methods": (LORA,)}
-    return question(gpus, batch=4, **known | others)
+    return question(gpus, **{"batch": 4} | known | others)
 
 
 def slowed(machines: Machines, gb_per_second: float) -> Machines:
@@ -88,9 +88,9 @@ def test_host_memory_is_counted_as_it_is_pinned_in_powers_of_two_for_each_proces
     longer = replace(OFFLOAD, row_tokens=131073)
     assert offloaded_bytes(step, anatomy, longer) == 2 * 2 * 32 * GIB
     pipeline = replace(OFFLOAD, strategy="pp", world_size=4, stages=4, accumulation=8)
-    of_first_stage = 4 * 8 / 32  # micro-batches ahead, and layers
+    of_stages = (4 + 3 + 2 + 1) / 4 * 8 / 32  # micro-batches ahead, on average, and layers
     found = offloaded_bytes(LLAMA_8B.tracer.step(pipeline), anatomy, pipeline)
-    assert found == pytest.approx(2 * 32 * GIB * of_first_stage, rel=0.3)  # the last one has fewer layers
+    assert found == pytest.approx(2 * 32 * GIB * of_stages, rel=0.1)  # the last one has fewer layers
     of_machine = LLAMA_8B.host_bytes(replace(OFFLOAD, strategy="ddp", world_size=8), processes_of_machine=8)
     assert of_machine == 8 * 2 * 32 * GIB
     assert LLAMA_8B.host_bytes(FULL, processes_of_machine=1) < 16 * GIB
@@ -128,6 +128,15 @@ def test_what_stays_on_the_gpus_is_preferred_and_host_memory_is_asked_for() -> N
     assert answer.best is None  # 8 GiB of activations would do, but 15 GiB of weights are loaded
     rows, _ = candidates(asked(32768, strategies=("single",), host_bytes=64 * GIB))
     assert [row.host.bytes > 15 * GIB for row in rows] == [True]
+
+
+def test_less_exact_updates_that_leave_activations_on_the_gpus_are_tried_beside_those_that_do_not() -> None:
+    known: dict[str, Any] = {"methods": (METHODS["full"],), "strategies": ("cp",), "host_bytes": 256 * GIB}
+    base = Setting(world_size=8, row_tokens=131072, layout="flat")
+    rows, _ = candidates(asked(131072, "8x20GB", base=base, batch=8, **known))
+    fitting = {(row.setting.optimizer, row.setting.weights, row.offloads) for row in rows if row.verdict == "fits"}
+    assert ("adamw_8bit", "fp32_master", True) in fitting
+    assert ("adamw_8bit", "bf16", False) in fitting
 
 
 def test_the_nearest_that_fits_may_be_offloaded() -> None:

@@ -14,7 +14,7 @@ from test_plan_choose import question, row_of
 from finetune.cli.planning.largest_term import STATE, TERMS, levers, sentence
 from finetune.cli.planning.launch_command import in_lines, launch_command
 from finetune.cli.planning.reasons import reasons
-from finetune.config.compatibility import IN_PARTS, TOGETHER
+from finetune.config.strategy_names import IN_PARTS, TOGETHER
 from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import fastest
 from finetune.planner.choose import plan

@@ -18,7 +18,7 @@ from plan_models import config_named
 from finetune import __version__
 from finetune.cli import commands
 from finetune.config.command_line import parse
-from finetune.config.compatibility import TOGETHER
+from finetune.config.strategy_names import TOGETHER
 from finetune.planner.memory import PARTS
 from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting

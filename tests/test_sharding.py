@@ -11,7 +11,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from finetune.config import compatibility
-from finetune.distributed import Strategy, loading_device
+from finetune.config.strategy_names import SIZES
+from finetune.distributed import Strategy, loading_device, weight_loading
 from finetune.distributed.sharding import Sharding
 from finetune.errors import InputError
 from finetune.models import loading as models
@@ -107,6 +108,17 @@ def test_quantised_weights_are_read_to_the_gpu_where_it_has_room(
     except InputError as error:
         found = str(error)
     assert found.startswith(expected)
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp", "ep", "fsdp2_tp", "fsdp2_pp"])
+def test_a_process_that_takes_a_part_of_a_model_reads_it_in_host_memory_and_writes_into_its_own(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 * 2**30, 24 * 2**30))
+    accelerator: Any = mock.Mock(device=torch.device("cuda:1"), is_main_process=False)
+    launched = Strategy(strategy, 1, 4, 1, "bf16", rehearsal=False, **{SIZES[strategy].field: 2})
+    assert str(loading_device(accelerator, launched, 40 * 2**30)) == "cpu"
+    assert weight_loading.counts(accelerator, launched, quantised=False)
 
 
 def test_bytes_of_a_quantised_model_are_told_from_its_shapes():

@@ -23,7 +23,7 @@ from finetune.training.loss import next_token_loss_sum, take_losses
 PROVEN = pytest.mark.prove
 SHARDED = {name: changes for name, (*_, changes) in SETTINGS.items() if name != "8 bits"}  # which are refused
 SHARDED["two parts of each stage"] = {"train__pipeline_parts": 2, "train__micro_batch_size": 1}
-SHOWN = ["rates by layer", "lora, one layer computed again"]
+SHOWN = ["rates by layer", "an adapter that starts with the weights"]
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,29 @@ def test_a_process_holds_its_shard_of_its_own_layers_alone(
     assert (recorded["name"], recorded["stages"], recorded["sharding"]["cuts"]) == ("fsdp2_pp", 2, 2)
 
 
-def test_stages_that_nobody_shares_are_refused(ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path):
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", train__micro_batch_size=1)
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "stages that nobody shares": (
+        *(2, {}),
+        "each of the 2 processes has another one; launch 4 or more, or use the strategy file pp.",
+    ),
+    # which come when the shards of a layer's gradients have been added up
+    "gradients that come later": (
+        *(4, {"train__pipeline_schedule": "zero_bubble"}),
+        "train.pipeline_schedule is zero_bubble, but fsdp2_pp adds up the gradients of a layer's weights before it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_launches_and_settings_that_do_not_go_with_shards_of_stages_are_refused(
+    name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    processes, changes, sentence = REFUSED[name]
+    changes = {"train__micro_batch_size": 1} | changes
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
     asked = sharing.refused_by_a_run, "recipes.sft", config.model_dump(), {}
-    for said in ranks(2).run(*asked, strategy="fsdp2_pp"):
-        assert "each of the 2 processes has another one; launch 4 or more, or use the strategy file pp." in said
+    for said in ranks(processes).run(*asked, strategy="fsdp2_pp"):
+        assert sentence in said
     assert not (tmp_path / "run").exists()
 
 

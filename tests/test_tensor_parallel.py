@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
         3,
         {},
         {},
-        "tp splits each layer over 2 processes, but it was launched with 3; launch a multiple",
+        "tp was launched with 2 GPUs for each layer, but with 3 processes; launch a multiple",
     ),
     "pipelines of split layers": (
         4,
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
     ),
     "shards of split layers": (
         *(2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}),
-        "sets parallelism_config_tp_size, but layers whose weights are sharded are not split here; set it to 1, or use",
+        "sets parallelism_config_tp_size, by which layers are not split here; set it to 1, or use",
     ),
     "heads": (
         3,

@@ -22,6 +22,7 @@ from finetune.checkpoint.reader import open_all
 from finetune.cli import commands, train_verb
 from finetune.cli.planning import asked
 from finetune.config.command_line import parse
+from finetune.config.strategy_names import SIZES
 from finetune.distributed import launcher
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.launcher import run_together
@@ -125,8 +126,20 @@ def test_stages_and_other_sizes_of_a_strategy_are_told_to_accelerate(
 
 def test_sizes_that_a_strategy_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]):
     said = refused(capsys, SAMPLE, "--strategy", "ddp", "--processes", "2", "--size", "2")
-    assert "--size 2 is for the strategy files cp, ulysses, pp, tp, ep, and this is ddp; leave it out." in said
+    assert f"--size 2 is for the strategy files {', '.join(SIZES)}; leave it out, as " in said
     assert "--size 1: must be at least 2" in refused(capsys, SAMPLE, "--strategy", "pp", "--size", "1")
+    assert "--size 2 is that of a strategy; name it with --strategy." in refused(capsys, SAMPLE, "--size", "2")
+    asked = SAMPLE, "--strategy", "pp", "--processes", "4", "--size", "3"
+    assert "--size 3: 4 processes cannot be divided into groups of it" in refused(capsys, *asked)
+
+
+def test_a_file_of_ones_own_has_the_size_of_what_it_asks_for(capsys: pytest.CaptureFixture[str]):
+    for strategy, name in (("pp", "mine"), ("ddp", "pp")):
+        text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
+        Path(f"{name}.yaml").write_text(text)
+    asked = SAMPLE, "--processes", "4", "--size", "4", "--strategy"
+    assert command_in(printed(capsys, *asked, "mine.yaml"))[1].megatron_lm_pp_degree == 4
+    assert "leave it out, as pp.yaml has no size." in refused(capsys, *asked, "pp.yaml")
 
 
 def test_precision_is_that_of_the_file_but_on_a_cpu_without_units_for_bf16(
@@ -202,9 +215,8 @@ def test_stages_that_the_planner_recommends_are_those_that_are_started(
     answer = {"recommended": 0, "reason": "It is fast.", "rows": [row], "machines": {"gpu": {"bf16": True}}}
     done = subprocess.CompletedProcess([], 0, json.dumps(answer))
     monkeypatch.setattr(train_verb.subprocess, "run", lambda *_, **__: done)
-    for asked_for, stages in ((), 4), (("--size", "2"), 2):
-        launch = command_in(printed(capsys, eight_gpus, *asked_for))[1]
-        assert (Path(launch.config_file).stem, launch.megatron_lm_pp_degree) == ("pp", stages)
+    launch = command_in(printed(capsys, eight_gpus))[1]
+    assert (Path(launch.config_file).stem, launch.megatron_lm_pp_degree) == ("pp", 4)
 
 
 def test_what_cannot_fit_is_not_started_unless_a_strategy_is_named(

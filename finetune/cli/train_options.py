@@ -27,8 +27,8 @@ def add_train(verbs: Any) -> None:
         "--size",
         metavar="N",
         type=int,
-        help="how many of the GPUs are the stages of pp, split each layer under tp, share experts under ep, or compute "
-        "each row together under cp and ulysses; default: what the plan or the strategy file says",
+        help="with --strategy: how many of the GPUs are the stages of a pipeline, split each layer, share experts, or "
+        "compute each row together; default: what the strategy file says",
     )
     processes = train.add_mutually_exclusive_group()
     processes.add_argument("--gpus", metavar="N", type=int, help="GPUs to use; default: all of this machine")

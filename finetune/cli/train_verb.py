@@ -7,19 +7,22 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.cli.hub_first import ask_for_run
 from finetune.cli.planning.launch_command import in_lines
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.config.command_line import parse
-from finetune.config.compatibility import SIZES
 from finetune.config.recipe_classes import class_of, script_of
 from finetune.config.sections import Run
+from finetune.config.strategy_names import SIZES
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.output.run_reading import read_run
 from finetune.shipped import shipped_files
+
+if TYPE_CHECKING:
+    from finetune.distributed.launcher import StrategyFile
 
 
 class Chosen(NamedTuple):
@@ -30,7 +33,7 @@ class Chosen(NamedTuple):
     mixed_precision: str | None = None
     """None for that of its file."""
     size: int | None = None
-    """Of those that ``config.compatibility.SIZES`` names; None for that of its file."""
+    """Of those that ``config.strategy_names.SIZES`` names; None for that of its file."""
 
 
 def train(options: argparse.Namespace) -> int:
@@ -43,6 +46,8 @@ def train(options: argparse.Namespace) -> int:
     arguments = ["--config", options.config, *options.others]
     script = _script(options, arguments)
     named = None if options.strategy is None else _path_of(options.strategy)
+    if options.size is not None and named is None:
+        raise InputError(f"--size {options.size} is that of a strategy; name it with --strategy.")
     if options.recipe is None and not options.print_command:
         ask_for_run(arguments)
 
@@ -56,7 +61,7 @@ def train(options: argparse.Namespace) -> int:
         chosen = Chosen(strategy_of_rehearsal(processes), "because there is no GPU to plan for")
     file = StrategyFile.read(named or _path_of(chosen.strategy))
     precision = options.mixed_precision or (named is None and chosen.mixed_precision) or file.precision_here()
-    size = _size_flags(file.path.stem, chosen.size if options.size is None else options.size)
+    size = _size_flags(file, chosen.size if options.size is None else options.size, processes)
     threads = max(1, cores.usable() // processes)
     words = [["accelerate", "launch"], ["--config_file", str(file.path)]]
     if "OMP_NUM_THREADS" not in os.environ:
@@ -147,21 +152,23 @@ def _processes(options: argparse.Namespace, gpus: int) -> int:
     return asked
 
 
-def _size_flags(strategy: str, asked: int | None) -> list[str]:
+def _size_flags(file: "StrategyFile", asked: int | None, processes: int) -> list[str]:
     """What ``accelerate launch`` is told of how many processes do together what a strategy is for.
 
     Args:
-        strategy: name of its file.
-        asked: None for what its file says.
+        asked: None for what the file says.
     """
     if asked is None:
         return []
-    if strategy not in SIZES:
+    if file.size_key is None:
         named = ", ".join(SIZES)
-        raise InputError(f"--size {asked} is for the strategy files {named}, and this is {strategy}; leave it out.")
+        raise InputError(f"--size {asked} is for the strategy files {named}; leave it out, as {file.path} has no size.")
     if asked < 2:
         raise InputError(f"--size {asked}: must be at least 2; change it, or leave it out.")
-    return [f"--{SIZES[strategy].key}", str(asked)]
+    if processes % asked:
+        started = f"{processes} process{'es' if processes > 1 else ''}"
+        raise InputError(f"--size {asked}: {started} cannot be divided into groups of it; change one of the two.")
+    return [f"--{file.size_key}", str(asked)]
 
 
 def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: int) -> Chosen:

@@ -8,54 +8,8 @@ refused by the first rule that applies, whose sentence names the nearest thing t
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-STRATEGIES = (
-    "single",
-    "ddp",
-    "fsdp2",
-    "fsdp2_offload",
-    "hsdp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero3_offload",
-    "zero3_nvme",
-    "cp",
-    "ulysses",
-    "pp",
-    "tp",
-    "ep",
-    "fsdp2_tp",
-    "fsdp2_pp",
-)
-TOGETHER = ("cp", "ulysses")
-"""Strategies under which several processes compute each row together."""
-IN_PARTS = ("pp", "tp", "ep")
-"""Strategies under which each process has a part of the model's own parameters. Accelerate's keys for them are those of
-Megatron-LM."""
-SHARDED_PARTS = {"tp": "fsdp2_tp", "pp": "fsdp2_pp"}
-"""Which of these there are with parts that are sharded over the processes that would hold the same one."""
+from finetune.config.strategy_names import SHARDED_PARTS, STRATEGIES, TOGETHER, has_stages, splits_layers
 
-
-class Size(NamedTuple):
-    """How many processes do together what a strategy is for."""
-
-    field: str
-    """Of ``distributed.Strategy``, and of ``trace.Setting`` for those that the planner knows."""
-    key: str
-    """Of the launch file. In capitals, the name of the environment variable that ``accelerate launch`` makes of it."""
-    what: str
-    """In words."""
-
-
-SIZES = {
-    "cp": Size("context", "parallelism_config_cp_size", "GPUs for each row"),
-    "ulysses": Size("context", "parallelism_config_sp_size", "GPUs for each row"),
-    "pp": Size("stages", "megatron_lm_pp_degree", "stages"),
-    "tp": Size("tensor", "megatron_lm_tp_degree", "GPUs for each layer"),
-    "ep": Size("experts", "megatron_lm_expert_model_parallel_size", "GPUs for the experts of each layer"),
-}
-SIZES |= {sharded: SIZES[name] for name, sharded in SHARDED_PARTS.items()}
-"""Of the strategies that have one."""
 BITS = (None, 8, 4)
 ADAPTERS = ("none", "lora", "dora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adafactor", "sgd")
@@ -134,16 +88,6 @@ RULES = (
 )
 
 
-def splits_layers(strategy: str) -> bool:
-    """Whether several processes have a part of each layer."""
-    return strategy in SIZES and SIZES[strategy].field == "tensor"
-
-
-def has_stages(strategy: str) -> bool:
-    """Whether several processes have layers of their own."""
-    return strategy in SIZES and SIZES[strategy].field == "stages"
-
-
 def refusal(cell: Cell) -> str | None:
     """Why a combination is refused, in a sentence; None for one that trains."""
     for rule in RULES:
@@ -211,7 +155,7 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
 def pipeline_problems(
     strategy: str, *, parts: int, schedule: str, embedding_noise: bool, paired: bool, precision: str
 ) -> list[str]:
-    """Why the processes of a launch cannot be the stages of a pipeline.
+    """Why the processes of a launch cannot be the stages of a pipeline, or not in an order.
 
     Args:
         parts: of the layers that each stage has.
@@ -231,6 +175,10 @@ def pipeline_problems(
             if not is_plain
         ]
     found = {
+        f"train.pipeline_schedule is {schedule}, but {strategy} adds up the gradients of a layer's weights before it "
+        "frees them; set it to 1f1b, or use the strategy file pp.": (
+            strategy in SHARDED_PARTS.values() and schedule != "1f1b"
+        ),
         f"{strategy} computes the loss of one pass of one model, and preferences take several; use the strategy file "
         "fsdp2.": paired,
         f"{strategy} fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to "
@@ -266,6 +214,20 @@ def split_problems(strategy: str, reasons: Sequence[str], saved: Sequence[str]) 
             "adapters on them instead, or use the strategy file fsdp2."
         )
     return found
+
+
+def shard_problems(strategy: str, bundled: Sequence[str]) -> list[str]:
+    """Why parts of layers cannot be sharded, as a sentence.
+
+    Args:
+        bundled: trained parameters that are several tensors end to end.
+    """
+    if not bundled:
+        return []
+    return [
+        f"{strategy} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, or use "
+        "the strategy file tp."
+    ]
 
 
 def stage_problems(strategy: str, model: str, layers: int, stages: int, parts: int = 1) -> list[str]:

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.sections import NUMBER, NonNegativeFloat, PositiveFloat, Section
+from finetune.config.number_types import NUMBER, NonNegativeFloat, PositiveFloat
+from finetune.config.sections import Section
 
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
 """Losses that look at the trained model alone."""

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from finetune.config.sections import Data, DataSource, NonNegativeFloat, PositiveInt, Section, Train
+from finetune.config.number_types import NonNegativeFloat, PositiveInt
+from finetune.config.sections import Data, DataSource, Section, Train
 
 
 def _whole(value: Any) -> Any:

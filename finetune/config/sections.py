@@ -6,31 +6,19 @@ it configures; the whole configuration stays with the recipe and the session (``
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from finetune.config import adapter_file
+from finetune.config.number_types import (
+    NUMBER,
+    LessThanOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UpToOne,
+)
 
-
-def _no_boolean(error: Literal["int_type", "float_type"]) -> BeforeValidator:
-    """Refuse true and false, of which pydantic would make 1 and 0."""
-
-    def refuse(value: Any) -> Any:
-        if isinstance(value, bool):
-            raise PydanticKnownError(error)
-        return value
-
-    return BeforeValidator(refuse)
-
-
-WHOLE, NUMBER = _no_boolean("int_type"), _no_boolean("float_type")
-"""Of every key that takes an integer, and of every key that takes a float."""
-PositiveInt = Annotated[int, Field(ge=1), WHOLE]
-NonNegativeInt = Annotated[int, Field(ge=0), WHOLE]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
-LessThanOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
-UpToOne = Annotated[float, Field(gt=0, le=1), NUMBER]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
-from finetune.config.compatibility import SHARDED_PARTS
+from finetune.config.strategy_names import SHARDED_PARTS
 from finetune.distributed.model_parts import part_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
@@ -99,7 +99,8 @@ def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterato
 def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole value of each trained parameter as the model computes with it, one at a time.
 
-    They take another path than the masters of ``full_parameters``, so the two can be compared. Collective.
+    They take another path than the masters of ``full_parameters``, so the two can be compared; but for parts of a
+    model, which have one way to become whole. Collective.
     """
     if part := part_of(model):
         yield from part.parameters(model)

@@ -182,8 +182,8 @@ class HeldParts(ABC):
     def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all parts by their common norm, which is returned as it was before. Each part counts
         once. Collective."""
-        known: dict[str, Any] = {} if self.shards > 1 else {"group": self.group, "replicas": self.replicas}
-        return clip_parts(model, max_norm, counts=lambda name: self.held[name].copy == 0, device=self.device, **known)
+        groups = self.shards, self.group, self.replicas
+        return clip_parts(model, max_norm, *groups, counts=lambda name: self.held[name].copy == 0, device=self.device)
 
     def proves(self, held: Held) -> bool:
         """Whether the bytes of a parameter show that the strategy is active."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
+from finetune.config.strategy_names import SIZES
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.strategy import native_precision
 from finetune.errors import InputError, first_line
@@ -44,6 +46,8 @@ class StrategyFile:
     communicates: bool
     """Its processes know of each other, even where there is one."""
     mixed_precision: str
+    size_key: str | None
+    """The key that says how many processes do together what the strategy is for, of those in ``SIZES``."""
 
     @classmethod
     def read(cls, path: Path) -> "StrategyFile":
@@ -63,7 +67,10 @@ class StrategyFile:
                 f"--strategy: {path} asks for {settings.num_machines} machines, and finetune train starts the "
                 "processes of one; run accelerate launch on each machine, or remove num_machines."
             )
-        return cls(path, settings.distributed_type != DistributedType.NO, settings.mixed_precision or "no")
+        parts: dict[str, Any] = {**(settings.parallelism_config or {}), **(settings.megatron_lm_config or {})}
+        size_key = next((size.key for size in SIZES.values() if int(parts.get(size.key, 1)) > 1), None)
+        communicates = settings.distributed_type != DistributedType.NO
+        return cls(path, communicates, settings.mixed_precision or "no", size_key)
 
     def precision_here(self) -> str:
         """The precision to compute in: the file's, but fp32 where a CPU has no units for bf16 and would emulate it."""

@@ -222,7 +222,7 @@ class Pipeline:
         received, self.received = self.received, None
         if received is None:
             raise InputError(
-                "The loss calls the model more than once, which pp does not support; use the strategy file fsdp2."
+                "The loss calls the model more than once, which no pipeline computes here; use the strategy file fsdp2."
             )
         return received
 
@@ -282,8 +282,8 @@ class Pipeline:
 
     def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all stages by their common norm, which is returned as it was before."""
-        known: dict[str, Any] = {} if self.shards > 1 else {"group": self.line, "replicas": self.replicas}
-        return clip_parts(model, max_norm, counts=self.owns, device=self.device, **known)
+        groups = self.shards, self.line, self.replicas
+        return clip_parts(model, max_norm, *groups, counts=self.owns, device=self.device)
 
     @torch.no_grad()
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

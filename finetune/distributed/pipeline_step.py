@@ -77,7 +77,7 @@ def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any,
     """
     at_once = pipeline.order.shortest_alike(micro_batches)
     shape = *_next_tokens_of(micro_batch).shape, model.config.get_text_config().hidden_size
-    count = 2 * len(pipeline.parts) * max(0, micro_batches - at_once)
+    count = 2 * len(pipeline.parts) * (pipeline.order.computed(micro_batches) - at_once)
     buffers = torch.empty(count, *shape, dtype=pipeline.dtype, device=pipeline.device)
     backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
     del buffers

@@ -122,11 +122,13 @@ def _state_piece(
         assert shard.count == held == torch.Size(shape).numel(), f"{name} cannot be cut"
         first, end, shape = 0, flat.numel(), tuple(value.shape)
     if blockwise and not shard.keeps_blocks:
-        processes, number = strategy.world_size, strategy.shard
+        cut, number = f"{strategy.world_size} processes", strategy.shard
+        if strategy.stages > 1:  # each layer is in one stage
+            cut = f"{strategy.shards} processes"
         if shard.held is not None:  # replicas, however many, hold the same
-            processes = shard.held.share.split.parts * strategy.shards
+            cut = f"{shard.held.share.split.parts} processes" + (f", {strategy.shards} shards" * (strategy.shards > 1))
             number += shard.held.part * strategy.shards
-        name += f"{OF_THIS_LAUNCH}{strategy.name}, {processes} processes, shard {number}"
+        name += f"{OF_THIS_LAUNCH}{strategy.name}, {cut}, shard {number}"
         shape, begin = (end - first,), 0
     return _piece(strategy, name, shape, begin, flat[first:end], writes=writes, held=shard.held)
 

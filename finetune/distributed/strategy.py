@@ -9,7 +9,8 @@ import psutil
 import torch
 
 from finetune.compat.torch_private import cpu_computes_bf16
-from finetune.config.compatibility import IN_PARTS, SHARDED_PARTS, SIZES, TOGETHER, Cell, bf16_weights_problems, refusal
+from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES, TOGETHER
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -122,12 +123,12 @@ class Strategy:
     @property
     def takes_parts(self) -> bool:
         """Each process leaves a part of the model that it has loaded."""
-        return self.name in IN_PARTS
+        return self.name in IN_PARTS or self.shards_parts
 
     @property
     def keeps_parameters(self) -> bool:
         """What the optimizer steps are the model's own parameters, which no framework shards."""
-        return self.name in ("single", "ddp") or self.takes_parts
+        return self.name in ("single", "ddp", *IN_PARTS)
 
     @property
     def shards_parts(self) -> bool:
@@ -288,32 +289,19 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             f"{strategy.name} was launched with one process, and this machine has {gpus} GPUs; launch with "
             f"--num_processes {gpus}, or set CUDA_VISIBLE_DEVICES to the GPU that is meant."
         )
-    if processes % strategy.context:
+    size = SIZES.get(strategy.name)
+    together = getattr(strategy, size.field) if size else 1
+    if size and processes % together:
         found.append(
-            f"{strategy.name} has each row computed by {strategy.context} processes, but it was launched with "
-            f"{processes}; launch a multiple of {strategy.context}, or set --{SIZES[strategy.name].key}."
-        )
-    if processes % strategy.stages:
-        found.append(
-            f"{strategy.name} has {strategy.stages} stages, but it was launched with {processes} processes; launch a "
-            f"multiple of {strategy.stages}, or set --megatron_lm_pp_degree."
-        )
-    if processes % strategy.tensor:
-        found.append(
-            f"{strategy.name} splits each layer over {strategy.tensor} processes, but it was launched with "
-            f"{processes}; launch a multiple of {strategy.tensor}, or set --megatron_lm_tp_degree."
-        )
-    if processes % strategy.experts:
-        found.append(
-            f"ep has the experts shared by {strategy.experts} processes, but it was launched with {processes}; launch "
-            f"a multiple of {strategy.experts}, or set --megatron_lm_expert_model_parallel_size."
+            f"{strategy.name} was launched with {together} {size.what}, but with {processes} "
+            f"process{'es' if processes > 1 else ''}; launch a multiple of {together}, or set --{size.key}."
         )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(
             f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
             f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
         )
-    if strategy.shards_parts and processes == strategy.stages * strategy.tensor:
+    if strategy.shards_parts and processes == together:
         plain = next(name for name, sharded in SHARDED_PARTS.items() if sharded == strategy.name)
         found.append(
             f"{strategy.name} shards each part of the model over the processes that have the same, but each of the "

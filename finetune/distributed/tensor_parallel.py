@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.held_parts import Held, HeldParts
+from finetune.distributed.held_parts import HeldParts
 from finetune.distributed.strategy import Strategy
-from finetune.errors import InputError
 from finetune.models import quantization, tensor_layers, tensor_plan
 
 
@@ -33,8 +32,6 @@ class TensorParallel(HeldParts):
         layers, shares = tensor_plan.layers_of(model, size), tensor_plan.shares_of(model, size)
         splits_vocabulary = tensor_plan.splits_vocabulary(model, size)
         super().__init__(model, strategy, device, size, shares)
-        if strategy.shards_parts:
-            _refuse_bundles(strategy, {n: self.held[n] for n, each in model.named_parameters() if each.requires_grad})
         numbers = sorted({held.copies for held in self.held.values()})
         self._same = {copies: self._of_same(copies, strategy.rank) for copies in numbers}
         """By how many processes of a group hold the same part: those that hold this one's, and the first of them."""
@@ -85,18 +82,3 @@ class TensorParallel(HeldParts):
                 dist.broadcast(gradient, first, group=group)
             if len(self.same_place) > 1 and self.shards == 1:
                 dist.all_reduce(gradient, group=self.replicas)
-
-
-def _refuse_bundles(strategy: Strategy, trained: Mapping[str, Held]) -> None:
-    """Of two tensors that lie end to end a part has rows of each, and a shard of it would have no range of the whole.
-
-    Raises:
-        InputError: if a trained parameter consists of several: an adapter of experts does.
-    """
-    if bundled := [
-        name for name, held in trained.items() if held.share.split.dim == 0 and held.share.split.bundles > 1
-    ]:
-        raise InputError(
-            f"{strategy.name} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, "
-            "or use the strategy file tp."
-        )

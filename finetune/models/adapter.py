@@ -66,6 +66,14 @@ def _last_names(names: Iterable[str]) -> set[str]:
     return {name for name in last if not name.isdigit()}  # layers are numbered
 
 
+def on_a_copy(model: PreTrainedModel, section: sections.Adapter, token_rows: Sequence[int] = ()) -> PreTrainedModel:
+    """A copy of a model, without weights, that has the adapter."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        found: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]  # transformers wraps it
+        attach(found, section, base="", revision=None, dtype=torch.float32, seed=0, token_rows=token_rows)
+    return found
+
+
 def attach(
     model: PreTrainedModel,
     section: sections.Adapter,

@@ -122,7 +122,7 @@ class ContextShare:
             return self._exchanging(query, key, value, part)
         sizes = key.shape[-1], value.shape[-1]
         own_TKD = torch.cat((key, value), dim=-1)[0].transpose(0, 1).contiguous()
-        seen_TKD = _Gathered.apply(own_TKD, self.keys, self.group)
+        seen_TKD = _GatheredContext.apply(own_TKD, self.keys, self.group)
         seen_key, seen_value = seen_TKD.transpose(0, 1)[None].split(sizes, dim=-1)
         return part(query, seen_key, seen_value, self.query_bounds, self.key_bounds)
 
@@ -145,7 +145,7 @@ class ContextShare:
         return Exchanged.apply(parts_NTHD, self.group).transpose(0, 1).flatten(1, 2)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredContext(torch.autograd.Function):
     """What each chunk sees of all processes' tensors; backward, each process gets the gradients of its own."""
 
     @staticmethod

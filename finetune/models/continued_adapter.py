@@ -1,7 +1,6 @@
 """A saved adapter that a run continues from: whether it fits the model, and its values."""
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from finetune.cache import checksums, key_of
 from finetune.config import adapter_file, sections
 from finetune.errors import first_line, refuse_if_any
 from finetune.models import new_tokens
-from finetune.models.adapter import WEIGHTS, all_names, attach, saved_name
+from finetune.models.adapter import WEIGHTS, all_names, on_a_copy, saved_name
 from finetune.models.new_tokens import NewTokens
 
 
@@ -58,12 +57,10 @@ def _tokens(rows: Sequence[int], known: Mapping[int, str]) -> str:
 def _shapes_of(
     model: PreTrainedModel, section: sections.Adapter, token_rows: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor that the adapter has in a file: one is attached to a copy of the model without weights."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        copy: PreTrainedModel = deepcopy(model).to("meta")  # type: ignore[arg-type]  # transformers wraps it
-        attach(copy, section, base="", revision=None, dtype=torch.float32, seed=0, token_rows=token_rows)
-    parameters = dict(copy.named_parameters())
-    return {saved_name(name): tuple(parameters[first].shape) for name, first in all_names(copy).items()}
+    """Shape of each tensor that the adapter has in a file."""
+    adapted = on_a_copy(model, section, token_rows)
+    parameters = dict(adapted.named_parameters())
+    return {saved_name(name): tuple(parameters[first].shape) for name, first in all_names(adapted).items()}
 
 
 def load_values(model: PreTrainedModel, section: sections.Adapter) -> None:

@@ -87,6 +87,16 @@ class Order:
         return micro_batches // self._rounds(micro_batches)
 
 
+def deferred_share(deferrable: float, *, adapter: str, fp8: bool) -> float:
+    """Of the gradients of the layers' weights, those that zero bubble defers: none of adapters, or of products in fp8.
+
+    Args:
+        deferrable: those of linear layers.
+        adapter: as ``adapter.type``.
+    """
+    return 0.0 if adapter != "none" or fp8 else deferrable
+
+
 def waited_for(deferred: float, recomputed: float) -> float:
     """Of the time that a process takes for a micro-batch, the share in which the next one waits for it and does not
     compute what it has deferred: T_F + T_B - T_W of T_F + T_B + T_W (arXiv:2401.10241, section 2.3).

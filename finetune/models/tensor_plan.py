@@ -156,6 +156,14 @@ def splits_vocabulary(model: Any, size: int) -> bool:
     return vocabulary % size == 0 and len(embedding.weight) == len(head.weight) == vocabulary
 
 
+def bundled(model: Any, size: int) -> list[str]:
+    """Trained parameters that are several tensors end to end: a part has rows of each, and a shard of it would be no
+    range of the whole. Adapters of experts are such."""
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    cuts = {name: share.split for name, share in shares_of(model, size).items() if name in trained}
+    return [name for name, split in cuts.items() if split.dim == 0 and split.bundles > 1]
+
+
 def shares_of(model: Any, size: int) -> dict[str, Share]:
     """Of each parameter that is not whole with the same gradient on every process, by its name; adapters included."""
     found: dict[int, Share] = {}

@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 from finetune.config.compatibility import (
-    SIZES,
-    TOGETHER,
     averaging_problems,
     bf16_weights_problems,
     context_problems,
@@ -28,6 +26,7 @@ from finetune.config.compatibility import (
     tensor_problems,
 )
 from finetune.config.refusals import batch_problems, recomputation_problems
+from finetune.config.strategy_names import SIZES, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import (
@@ -128,10 +127,10 @@ def why_not(model: Model, setting: Setting) -> str | None:
             "take its 16-bit version."
         )
     return (
-        world_sizes_problem(setting.strategy, setting.world_size, setting.size)
+        next(iter(_expert_problems(model, setting)), None)
+        or world_sizes_problem(setting.strategy, setting.world_size, setting.size)
         or next(iter(_tensor_problems(model, setting)), None)
         or next(iter(_pipeline_problems(model, setting)), None)
-        or next(iter(expert_problems("this model", model.anatomy.experts, setting.experts, setting.precision)), None)
         or refusal(setting.cell)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
@@ -140,6 +139,13 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or next(iter(_fp8_problems(setting)), None)
         or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
     )
+
+
+def _expert_problems(model: Model, setting: Setting) -> list[str]:
+    """Of a strategy that shares experts even where these GPUs cannot: the model may have none."""
+    shares = setting.experts > 1 or SIZES.get(setting.strategy) == SIZES["ep"]
+    processes = max(2, setting.experts) if shares else 1
+    return expert_problems("this model", model.anatomy.experts, processes, setting.precision)
 
 
 def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
@@ -193,7 +199,8 @@ def _context_problems(model: Model, setting: Setting) -> list[str]:
 def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]:
     """Rows with less exact updates that fit, for methods of which nothing fits on the GPUs as it was asked for.
 
-    Of the mildest reduction with which something fits. An adapter's gradients and state are too small to matter.
+    Of the mildest reduction with which something fits, and, where that keeps activations in host memory, of the mildest
+    with which something fits without. An adapter's gradients and state are too small to matter.
     """
     found: list[Row] = []
     for method in question.methods:
@@ -205,8 +212,11 @@ def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]
             changed = [replace(base, **_launch(row.setting), adapter="none", bits=None) for row in on_gpu]
             possible = [each for each in changed if why_not(question.model, each) is None]
             tried = _fastest_of_each(question, possible, judge)
-            if fitting := [row for row in tried if isinstance(row, Row) and row.verdict == "fits"]:
-                found += fitting
+            fitting = [row for row in tried if isinstance(row, Row) and row.verdict == "fits"]
+            on_the_gpus = [row for row in fitting if not row.offloads]
+            is_first = all(row.setting.method != method for row in found)
+            found += fitting if is_first else on_the_gpus
+            if on_the_gpus:
                 break
     return found
 

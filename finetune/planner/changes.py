@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from finetune.config.compatibility import SIZES, bf16_weights_problems
+from finetune.config.compatibility import bf16_weights_problems
+from finetune.config.strategy_names import SIZES
 from finetune.trace.placement import PLANNED, SPLITS, placement_of
 from finetune.trace.setting import APART, Setting
 

@@ -169,15 +169,17 @@ def _state_bytes(optimizer: str, setting: Setting, one: Trained) -> float:
 
 
 def offloaded_bytes(step: Step, anatomy: Anatomy, setting: Setting) -> float:
-    """Of what recomputed layers keep in the host memory of one process: of a micro-batch, or of as many as are on their
-    way through a pipeline. PyTorch rounds pinned memory up to powers of two (ATen/core/CachingHostAllocator.h)."""
+    """Of what recomputed layers keep in host memory, of one process: of a micro-batch; in a pipeline, of those that are
+    on their way through a stage, on average. PyTorch rounds pinned memory up to powers of two
+    (ATen/core/CachingHostAllocator.h)."""
     micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
     leaving = [each for each in step.sent if each.name == HOST_COPY and each.phase == "forward"]
     of_model = sum(each.calls * _pinned(micro_batch.value(each.bytes)) for each in leaving) / step.micro_batches
     if setting.stages == 1:
         return of_model
     stages = pipelines.stages_of(setting, anatomy)
-    return of_model * max(each.ahead(setting.order, setting.accumulation) * each.layers for each in stages) / anatomy.layers
+    of_layer = of_model / anatomy.layers / len(stages)
+    return of_layer * sum(each.ahead(setting.order, setting.accumulation) * each.layers for each in stages)
 
 
 def _pinned(size: float) -> int:

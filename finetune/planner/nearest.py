@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.config.compatibility import SIZES, TOGETHER
+from finetune.config.strategy_names import SIZES, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.planner.candidates import Judge, is_pointless, why_not
 from finetune.planner.changes import (

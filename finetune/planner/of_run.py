@@ -144,7 +144,10 @@ def plan_run(
         RunStopped: if the libraries here cannot be traced.
     """
     if setting.strategy not in PLANNED:
-        raise InputError(f"The planner does not support {setting.strategy}, only {', '.join(PLANNED)}.")
+        raise InputError(
+            f"The planner does not know {setting.strategy} yet; set train.activation_checkpointing by hand, which auto "
+            "takes for none."
+        )
     rows = micro_batch_size or 1
     setting = replace(
         setting,

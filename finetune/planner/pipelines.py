@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from finetune.models import pipeline_order
 from finetune.models.pipeline_order import Order
 from finetune.models.stage_cuts import cuts
 from finetune.trace.layers import Anatomy
@@ -129,8 +130,9 @@ def kept_by_layer(step: Step, micro_batch: MicroBatch) -> float:
 
 def deferred_share(setting: Setting, anatomy: Anatomy) -> float:
     """Of the gradients of the layers' weights, those that a pipeline defers."""
-    defers = setting.order.zero_bubble and setting.adapter == "none" and not setting.fp8
-    return anatomy.deferrable_share if defers else 0.0
+    if not setting.order.zero_bubble:
+        return 0.0
+    return pipeline_order.deferred_share(anatomy.deferrable_share, adapter=setting.adapter, fp8=setting.fp8)
 
 
 def _deferred_by_layer(setting: Setting, anatomy: Anatomy) -> float:

@@ -19,7 +19,7 @@ from finetune.data.stages import Staged
 from finetune.data.streaming import Stream
 from finetune.errors import refuse_if_any
 from finetune.models import continued_adapter, deferred_gradients, fp8, fused, loading
-from finetune.models.pipeline_order import Order, waited_for
+from finetune.models.pipeline_order import Order, deferred_share, waited_for
 from finetune.models.recomputation import layers_of
 from finetune.models.spec import ModelSpec
 from finetune.optim import rounded_adamw
@@ -172,7 +172,8 @@ def _waited_for(cfg: sections.Run, spec: ModelSpec, order: Order) -> float:
     if not order.zero_bubble:
         return 1.0
     layers, again = len(layers_of(spec.skeleton)), cfg.train.recomputed_layers
-    deferred = 0.0 if cfg.adapter.type != "none" or cfg.model.fp8 else deferred_gradients.share_of(spec.skeleton)
+    deferrable = deferred_gradients.share_of(spec.skeleton)
+    deferred = deferred_share(deferrable, adapter=cfg.adapter.type, fp8=cfg.model.fp8)
     return waited_for(deferred, recomputed=1.0 if again is None else again / layers)
 
 

@@ -24,6 +24,7 @@ from finetune.config.compatibility import (
     heads_problems,
     pipeline_problems,
     router_problems,
+    shard_problems,
     split_problems,
     spread_problems,
     stage_problems,
@@ -137,7 +138,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
     if cfg.adapter.type != "none":
-        _check_adapter(cfg, spec)
+        _check_adapter(cfg, launch, spec)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         asking.get_ready()
     return spec
@@ -159,8 +160,8 @@ def _layer_problems(cfg: sections.Run, launch: distributed.Strategy, skeleton: P
     )
 
 
-def _check_adapter(cfg: sections.Run, spec: ModelSpec) -> None:
-    """Refuse an adapter that the model cannot have.
+def _check_adapter(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> None:
+    """Refuse an adapter that the model cannot have, or the strategy cannot divide.
 
     Raises:
         InputError: with every problem of the first kind that has some.
@@ -178,6 +179,9 @@ def _check_adapter(cfg: sections.Run, spec: ModelSpec) -> None:
     )
     refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
     refuse_if_any(adapter_start.problems(skeleton, cfg.adapter, files=None))
+    if launch.shards_parts and launch.tensor > 1:
+        adapted = adapters.on_a_copy(skeleton, cfg.adapter)
+        refuse_if_any(shard_problems(launch.name, tensor_plan.bundled(adapted, launch.tensor)))
 
 
 def configuration_problems(cfg: sections.Run) -> list[str]:

@@ -186,6 +186,9 @@ class Session:
         self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})
         self.screen.say(f"{sum(map(math.prod, self.trained_shapes.values())):,} trained weights; {sharding.describe()}")
         self.objective.remember(self.model)
+        # what looks out for lost processes is closed first of all, and without an error waits for the others
+        self._training = self._open.enter_context(ExitStack())
+        self.interruption = self._training.enter_context(distributed.Interruption(self.launch))
         self._check_memory()
         return self.model, self.optimizer
 
@@ -200,9 +203,6 @@ class Session:
             *(self.asked, self.tasks, self.cfg.eval.max_new_tokens, self.share),
             as_result=partial(distributed.averaged_weights, self.launch, self.model, self.optimizer),
         )
-        # what looks out for lost processes is closed first of all, and without an error waits for the others
-        self._training = self._open.enter_context(ExitStack())
-        self.interruption = self._training.enter_context(distributed.Interruption(self.launch))
         self._training.enter_context(self.screen)
         self.saver = checkpoint.Saver(
             self.folder,

@@ -7,8 +7,8 @@ import torch
 
 from finetune import distributed, planner
 from finetune.config import sections
-from finetune.config.compatibility import SIZES
 from finetune.config.refusals import planner_problems
+from finetune.config.strategy_names import SIZES
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped, refuse_if_any
@@ -150,7 +150,7 @@ def advice_on_memory(cfg: sections.Run, launch: distributed.Strategy) -> str:
     """What of a configuration would take less memory, the cheapest first."""
     rows = cfg.train.least_micro_batch_size
     smaller = {
-        "train.pipeline_schedule 1f1b": cfg.train.pipeline_schedule != "1f1b",
+        "train.pipeline_schedule 1f1b": cfg.train.pipeline_schedule != "1f1b" and cfg.train.pipeline_parts == 1,
         "train.pipeline_parts 1": cfg.train.pipeline_parts > 1,
         f"train.micro_batch_size {rows // 2}": rows > 1,
         "train.activation_checkpointing full": cfg.train.activation_checkpointing not in ("full", "offload"),

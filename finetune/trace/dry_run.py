@@ -17,7 +17,8 @@ from finetune.compat.fake_tensors import FakeStore, answer_replicas
 from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
 from finetune.compat.torch_private import without_modes
-from finetune.config.compatibility import SIZES, refusal
+from finetune.config.compatibility import refusal
+from finetune.config.strategy_names import SIZES
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of

@@ -7,7 +7,7 @@ real processes hold.
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.compatibility import SHARDED_PARTS, SIZES, STRATEGIES, TOGETHER
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES, TOGETHER
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from finetune.config import sections
-from finetune.config.compatibility import SIZES, Cell
+from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
+from finetune.config.strategy_names import SIZES
 from finetune.models.pipeline_order import Order
 from finetune.trace.placement import Placement, placement_of
 

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable
 
-from finetune.config.compatibility import SIZES
+from finetune.config.strategy_names import SIZES
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question

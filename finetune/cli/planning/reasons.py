@@ -182,9 +182,14 @@ def _unbalanced(plan: Plan) -> list[str]:
     row = sharing[0]
     loaded = judged(plan.question, replace(row.setting, expert_load=2))
     more = (loaded.gpu.bytes - row.gpu.bytes) / GIB
+    fits = {
+        "fits": "",
+        "tight": ", which just fits",
+        "does not fit": ", which does not fit; take a smaller train.micro_batch_size until they are",
+    }
     return [
-        f"{row.setting.launched} is planned for balanced routers: with twice the tokens for its experts, a GPU needs "
-        f"{more:.1f} GiB more, at {_speed(loaded, row)} of the speed."
+        f"{row.setting.launched} is planned for balanced routers: with twice the tokens for its experts, at "
+        f"{_speed(loaded, row)} of the speed, a GPU needs {more:.1f} GiB more{fits[loaded.verdict]}."
     ]
 
 

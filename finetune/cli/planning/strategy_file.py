@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.compatibility import STRATEGIES
+from finetune.config.strategy_names import STRATEGIES
 from finetune.errors import InputError
 from finetune.shipped import shipped_files
 
