@@ -89,7 +89,7 @@ def _own_keys_only(self: Any, query: Any, key: Any, value: Any, part: Any) -> to
 
 
 def _own_gradients_only(ctx: Any, of_seen: torch.Tensor) -> Any:
-    """What ``_Gathered.backward`` would be without the sum over processes."""
+    """What ``_GatheredContext.backward`` would be without the sum over processes."""
     of_whole = of_seen.new_zeros(dist.get_world_size() * ctx.positions, *of_seen.shape[1:])
     of_whole.index_add_(0, torch.cat(ctx.keys), of_seen)
     return of_whole.view(-1, ctx.positions, *of_seen.shape[1:])[dist.get_rank()], None, None
@@ -101,7 +101,7 @@ def _mutated(mutation: str) -> Iterator[None]:
         with mock.patch.object(ContextShare, "attend", _own_keys_only):
             yield
     elif mutation == "own gradients only":
-        with mock.patch.object(context_attention._Gathered, "backward", staticmethod(_own_gradients_only)):
+        with mock.patch.object(context_attention._GatheredContext, "backward", staticmethod(_own_gradients_only)):
             yield
     else:
         yield
