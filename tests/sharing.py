@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import scenarios
 import torch
 import torch.distributed as dist
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -31,6 +33,10 @@ CPU = torch.device("cpu")
 def _join() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+
+
+Refused = tuple[int, dict[str, str], dict[str, Any], str]
+"""Processes, environment of the launch, changes of the configuration, and words of the refusal."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +255,17 @@ def refused_by_a_run(recipe: str, values: dict[str, Any], environment: dict[str,
     except InputError as error:
         return str(error)
     return ""
+
+
+def assert_refused(ranks: Any, case: Refused, model: Path, rows: Path, folder: Path, strategy: str) -> None:
+    """A launch and settings are refused in every process, before anything is written."""
+    processes, environment, changes, sentence = case
+    changes = {"train__steps": 1, "train__global_batch_size": 12, "train__micro_batch_size": 1} | changes
+    config = scenarios.configuration(model, rows, folder, **changes)
+    asked = refused_by_a_run, "recipes.sft", config.model_dump(), environment
+    for said in ranks(processes).run(*asked, strategy=strategy):
+        assert sentence in said
+    assert not folder.exists()
 
 
 def part_of(tensors: list[torch.Tensor], queries: list[int], seen: list[int], window: int | None) -> torch.Tensor:

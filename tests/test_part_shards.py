@@ -123,13 +123,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
 def test_launches_and_settings_that_do_not_go_with_shards_of_parts_are_refused(
     name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    processes, environment, changes, sentence = REFUSED[name]
-    changes = {"train__steps": 1, "train__global_batch_size": 12, "train__micro_batch_size": 1} | changes
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
-    asked = sharing.refused_by_a_run, "recipes.sft", config.model_dump(), environment
-    for said in ranks(processes).run(*asked, strategy="fsdp2_tp"):
-        assert sentence in said
-    assert not (tmp_path / "run").exists()
+    sharing.assert_refused(ranks, REFUSED[name], model_folder, conversations, tmp_path / "run", "fsdp2_tp")
 
 
 def test_adapters_of_experts_are_refused(ranks: Any, conversations: Path, tmp_path: Path):

@@ -123,13 +123,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
 def test_launches_and_settings_that_do_not_go_with_a_pipeline_are_refused(
     name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    processes, environment, changes, sentence = REFUSED[name]
-    changes = {"train__steps": 1, "train__global_batch_size": 12, "train__micro_batch_size": 1} | changes
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
-    asked = "recipes.sft", config.model_dump(), environment
-    for said in ranks(processes).run(sharing.refused_by_a_run, *asked, strategy="pp"):
-        assert sentence in said
-    assert not (tmp_path / "run").exists()
+    sharing.assert_refused(ranks, REFUSED[name], model_folder, conversations, tmp_path / "run", "pp")
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

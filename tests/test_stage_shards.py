@@ -83,14 +83,14 @@ def test_a_process_holds_its_shard_of_its_own_layers_alone(
     assert (recorded["name"], recorded["stages"], recorded["sharding"]["cuts"]) == ("fsdp2_pp", 2, 2)
 
 
-REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
     "stages that nobody shares": (
-        *(2, {}),
+        *(2, {}, {}),
         "each of the 2 processes has another one; launch 4 or more, or use the strategy file pp.",
     ),
     # which come when the shards of a layer's gradients have been added up
     "gradients that come later": (
-        *(4, {"train__pipeline_schedule": "zero_bubble"}),
+        *(4, {}, {"train__pipeline_schedule": "zero_bubble"}),
         "train.pipeline_schedule is zero_bubble, but fsdp2_pp adds up the gradients of a layer's weights before it",
     ),
 }
@@ -100,13 +100,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
 def test_launches_and_settings_that_do_not_go_with_shards_of_stages_are_refused(
     name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    processes, changes, sentence = REFUSED[name]
-    changes = {"train__micro_batch_size": 1} | changes
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
-    asked = sharing.refused_by_a_run, "recipes.sft", config.model_dump(), {}
-    for said in ranks(processes).run(*asked, strategy="fsdp2_pp"):
-        assert sentence in said
-    assert not (tmp_path / "run").exists()
+    sharing.assert_refused(ranks, REFUSED[name], model_folder, conversations, tmp_path / "run", "fsdp2_pp")
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

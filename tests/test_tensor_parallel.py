@@ -134,13 +134,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
 def test_launches_and_settings_that_do_not_go_with_split_layers_are_refused(
     name: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):
-    processes, environment, changes, sentence = REFUSED[name]
-    changes = {"train__steps": 1, "train__global_batch_size": 12, "train__micro_batch_size": 1} | changes
-    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes)
-    asked = "recipes.sft", config.model_dump(), environment
-    for said in ranks(processes).run(sharing.refused_by_a_run, *asked, strategy="tp"):
-        assert sentence in said
-    assert not (tmp_path / "run").exists()
+    sharing.assert_refused(ranks, REFUSED[name], model_folder, conversations, tmp_path / "run", "tp")
 
 
 def test_models_without_a_plan_or_with_one_that_is_not_known_are_refused():
