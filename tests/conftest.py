@@ -49,8 +49,7 @@ ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_u
 SHORTER = {"test_adapters": 5, "test_parity": 10}
 """Steps of the runs of a file, but where proofs are recorded."""
 RUNS_OF_A_GROUP = 50
-"""After which its processes are new ones. Runs leave threads of groups that nobody left, which wake a hundred times a
-second: four idle processes came to a sixth of a core in a run of all tests, and collectives beside them had to wait."""
+"""After which its processes are new ones: each run leaves a process a megabyte and a half larger."""
 LONGEST = [
     "test_notebooks",
     "test_demo",

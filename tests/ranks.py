@@ -10,11 +10,14 @@ import multiprocessing as mp
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import forking
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from finetune.distributed.launch_environment import launch_environment
 
@@ -99,6 +102,33 @@ def _without_a_plan(cfg: Any, launch: Any, spec: Any, batches: Any) -> Any:
     return sizes.Planned(None, [], own)
 
 
+class _KeptGroups:
+    """In place of PyTorch's ``new_group`` and ``destroy_process_group``: a run gets the groups of the runs before it.
+
+    Each group has threads that wake hundreds of times a second, also in idle processes, and PyTorch's caches of sharded
+    tensors name the groups of the first that was like them, so that those must live.
+    """
+
+    def __init__(self) -> None:
+        self._new = dist.new_group
+        self._made: dict[Any, list[Any]] = {}
+        self._asked: Counter[Any] = Counter()
+        dist.new_group = device_mesh.new_group = self.new_group
+        dist.destroy_process_group = lambda group=None: None
+
+    def begin_run(self) -> None:
+        self._asked.clear()
+
+    def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Of those that a run asks for with the same words, each is one by itself."""
+        words = repr((ranks and [*ranks], args, sorted(kwargs.items())))
+        made = self._made.setdefault(words, [])
+        if self._asked[words] == len(made):
+            made.append(self._new(ranks, *args, **kwargs))
+        self._asked[words] += 1
+        return made[self._asked[words] - 1]
+
+
 def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> None:
     """A rank: answer until the tests end. A connection that another rank held open would hide that this one died."""
     world_size, connection = len(connections), connections[rank]
@@ -113,14 +143,10 @@ def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> No
             os.environ[key] = str(world_size)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own = dict(os.environ)
-    import torch.distributed
-
     from finetune.run import session
 
     session.plan_of = _without_a_plan  # type: ignore[assignment]
-    destroy = torch.distributed.destroy_process_group
-    # the group of all processes outlives a run
-    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    groups = _KeptGroups()
     while True:
         try:
             function, args, environment = connection.recv()
@@ -130,6 +156,7 @@ def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> No
             del os.environ[key]
         keep = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
         os.environ |= own | {k: v for k, v in environment.items() if k not in keep}
+        groups.begin_run()
         try:
             connection.send((True, function(*args)))
         except BaseException:
