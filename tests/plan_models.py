@@ -25,7 +25,7 @@ from finetune.trace.powers import CONSTANT, Power
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import HOST_COPY, Depth, Held, Kernel, Sent, Span, Step
 from finetune.trace.tensor_parts import part_config
-from finetune.trace.tracer import key_settings
+from finetune.trace.tracer import key_settings, with_part_alone, with_whole_layers
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 TOKEN: Power = (1, 1, 0)
@@ -68,7 +68,7 @@ class ArithmeticTracer:
         return self.llama.anatomy
 
     def prepare(self, settings: Sequence[Setting]) -> None:
-        keys = (key for setting in settings for key in key_settings(setting, self.llama.layers))
+        keys = (key for each in map(with_whole_layers, settings) for key in key_settings(each, self.llama.layers))
         new = [key for key in dict.fromkeys(keys) if key not in self._steps]
         self._steps |= {key: step_of(self.llama, key) for key in new}
         self.rounds += [new] if new else []
@@ -76,7 +76,7 @@ class ArithmeticTracer:
     def step(self, setting: Setting) -> Step:
         if setting.tensor > 1:
             config = part_config(self.model_config, dict(self.anatomy.sizes), setting.tensor)
-            return ArithmeticTracer(config, row_tokens=2048).step(replace(setting, tensor=1))
+            return ArithmeticTracer(config, row_tokens=2048).step(with_part_alone(setting))
         self.prepare([setting])
         steps = [self._steps[key] for key in key_settings(setting, self.llama.layers)]
         return steps[0] if len(steps) == 1 else partly_recomputed(*steps, layers=setting.recomputed_layers or 0)

@@ -23,6 +23,7 @@ from finetune.trace.accounts import CATEGORIES
 from finetune.trace.kernel_workspace import inside
 from finetune.trace.ledger import Ledger
 from finetune.trace.patches import libraries_take_fakes
+from finetune.trace.placement import LAUNCHES_ONE_PART
 from finetune.trace.setting import Setting
 from finetune.training import step
 
@@ -73,13 +74,14 @@ def real_trace(setting: Setting) -> FullTrace:
     return exact(setting, real=True, rank=int(os.environ["RANK"]))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_tp"])
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_trace_as_one_of_two_processes_is_what_each_of_two_real_ones_holds(
     strategy: str, adapter: str, ranks: Callable[[int], Ranks]
 ):
     setting = replace(SETTING, strategy=strategy, world_size=2, adapter=adapter, accumulation=2)
-    found = ranks(2).run(real_trace, setting, strategy=strategy, mixed_precision="bf16")
+    launched_as = LAUNCHES_ONE_PART if setting.shards_parts else strategy  # where it is a part, which both shard
+    found = ranks(2).run(real_trace, setting, strategy=launched_as, mixed_precision="bf16")
     for rank, real in enumerate(found):
         fake = exact(setting, rank=rank)
         # not what is alive in the backward pass and the step: of that, gloo's threads let go when they come to it

@@ -14,7 +14,7 @@ from test_plan_choose import question, row_of
 from finetune.cli.planning.largest_term import STATE, TERMS, levers, sentence
 from finetune.cli.planning.launch_command import in_lines, launch_command
 from finetune.cli.planning.reasons import reasons
-from finetune.config.strategy_names import IN_PARTS, TOGETHER
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, TOGETHER
 from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import fastest
 from finetune.planner.choose import plan
@@ -43,7 +43,7 @@ def test_simplest_strategies_are_those_that_need_least():
     assert set(SIMPLEST_FIRST) == set(PLANNED)
 
 
-ON_GPUS = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", *TOGETHER, *IN_PARTS)
+ON_GPUS = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", *TOGETHER, *IN_PARTS, *SHARDED_PARTS.values())
 
 
 @settings(max_examples=100, deadline=None)

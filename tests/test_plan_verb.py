@@ -18,7 +18,7 @@ from plan_models import config_named
 from finetune import __version__
 from finetune.cli import commands
 from finetune.config.command_line import parse
-from finetune.config.strategy_names import TOGETHER
+from finetune.config.strategy_names import SHARDED_PARTS, TOGETHER
 from finetune.planner.memory import PARTS
 from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
@@ -174,8 +174,23 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
         assert sum(row["gpu_bytes"].values()) == row["gpu_peak_bytes"] < row["gpu"]["needed_bytes"]
         assert row["epoch_seconds"] == pytest.approx(1e9 / row["tokens_per_second"])
         assert row["step_seconds"] == pytest.approx(sum(row["step_seconds_by_part"].values()))
-    assert {row["strategy"] for row in found["rows"]} == set(PLANNED) - {"single", "hsdp", "ep", *TOGETHER}
+    not_compared = {"single", "hsdp", "ep", *TOGETHER, *SHARDED_PARTS.values()}
+    assert {row["strategy"] for row in found["rows"]} == set(PLANNED) - not_compared
     assert max(size for _, size in found["course"]) == found["rows"][found["recommended"]]["gpu_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"), [("fsdp2_tp", "megatron_lm_tp_degree"), ("fsdp2_pp", "megatron_lm_pp_degree")]
+)
+def test_shards_of_parts_are_planned_by_name_and_the_command_says_how_many_parts_there_are(
+    strategy: str, key: str, model: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run("--model", model, "--gpus", "8xH100", "--strategy", strategy, "--method", "full") == 0
+    words = command_in(capsys.readouterr().out)
+    assert words[words.index("--config_file") + 1] == f"accelerate_configs/{strategy}.yaml"
+    assert words[words.index(f"--{key}") + 1] in ("2", "4")
+    found = answer(capsys, "--model", model, "--gpus", "8xH100", "--strategy", strategy, "--method", "full")
+    assert {row["strategy"] for row in found["rows"]} == {strategy}
 
 
 def test_speed_of_a_card_that_is_not_known_is_not_told_in_seconds(model: str, capsys: pytest.CaptureFixture[str]):

@@ -5,7 +5,7 @@ Where nothing of a method fits on the GPUs as it was asked for, bf16 weights and
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from finetune.config.compatibility import (
     tensor_problems,
 )
 from finetune.config.refusals import batch_problems, recomputation_problems
-from finetune.config.strategy_names import SIZES, TOGETHER
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import (
@@ -63,24 +63,63 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     Args:
         judge: predicts one way to train.
     """
-    rows, left_out, possible = list[Row](), list[Impossible](), list[Setting]()
+    rows, left_out = list[Row](), list[Impossible]()
+
+    def compare(bases: Iterable[Setting]) -> None:
+        possible = list[Setting]()
+        for base in bases:
+            if why := why_not(question.model, base) or _too_few_rows(question, base):
+                left_out.append(Impossible(base.strategy, base.method, why))
+            else:
+                possible.append(base)
+        for base, found in zip(possible, _fastest_of_each(question, possible, judge), strict=True):
+            if isinstance(found, Row):
+                rows.append(found)
+            else:
+                left_out.append(Impossible(base.strategy, base.method, str(found)))
+
+    compare(_bases(question))
+    compare(_with_sharded_parts(question, rows))
+    return rows + _reduced(question, rows, judge), left_out
+
+
+def _bases(question: Question) -> Iterator[Setting]:
+    """Strategies with all their sizes, and methods; where several are compared, without those that have nothing to
+    win, and without shards of parts."""
+    machines = question.machines
     for strategy in question.strategies:
-        if len(question.strategies) > 1 and is_pointless(strategy, question.machines, question.base.row_tokens):
+        if len(question.strategies) > 1 and (
+            strategy in SHARDED_PARTS.values() or is_pointless(strategy, machines, question.base.row_tokens)
+        ):
             continue
         for method in question.methods:
-            for sizes in splits(strategy, question.machines, question.model.anatomy.layers):
+            for sizes in splits(strategy, machines, question.model.anatomy.layers):
                 how: dict[str, Any] = {"strategy": strategy, **sizes, **({} if "stages" in sizes else PLAIN_1F1B)}
-                base = replace(question.base, adapter=method.adapter, bits=method.bits, **how)
-                if why := why_not(question.model, base) or _too_few_rows(question, base):
-                    left_out.append(Impossible(strategy, method, why))
-                else:
-                    possible.append(base)
-    for base, found in zip(possible, _fastest_of_each(question, possible, judge), strict=True):
-        if isinstance(found, Row):
-            rows.append(found)
-        else:
-            left_out.append(Impossible(base.strategy, base.method, str(found)))
-    return rows + _reduced(question, rows, judge), left_out
+                yield replace(question.base, adapter=method.adapter, bits=method.bits, **how)
+
+
+def _with_sharded_parts(question: Question, rows: Sequence[Row]) -> list[Setting]:
+    """Of several machines, shards of the parts that do not fit: inside one, shards of the whole model need as little.
+    Of stages there is one on each machine, so that what is gathered stays inside it."""
+    machines = question.machines
+
+    def could_win(row: Row) -> bool:
+        setting = row.setting
+        return (
+            machines.nodes > 1
+            and row.verdict != "fits"
+            and SHARDED_PARTS.get(setting.strategy) in question.strategies
+            and setting.data_processes > 1
+            and setting.stages in (1, machines.nodes)
+            and _could_fit(row, shards=setting.data_processes)
+        )
+
+    launches = {
+        row.setting: _launch(row.setting) | {"strategy": SHARDED_PARTS[row.setting.strategy]}
+        for row in rows
+        if could_win(row)
+    }
+    return [replace(question.base, **launch, **setting.method._asdict()) for setting, launch in launches.items()]
 
 
 def _too_few_rows(question: Question, base: Setting) -> str | None:
@@ -100,7 +139,8 @@ def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, Any
     field, world_size = SIZES[strategy].field, machines.world_size
     inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
     numbers = range(2, min(world_size, layers) + 1) if field == "stages" else [n for n in SPLITS if n <= inside]
-    return [{field: each} for each in numbers if world_size % each == 0] or [{}]
+    possible = [each for each in numbers if world_sizes_problem(strategy, world_size, each) is None]
+    return [{field: each} for each in possible] or [{}]
 
 
 def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool:
@@ -225,11 +265,11 @@ def _launch(setting: Setting) -> dict[str, Any]:
     return {name: getattr(setting, name) for name in ("strategy", *PLAIN_1F1B, *APART)}
 
 
-def _could_fit(row: Row) -> bool:
-    """Whether its GPU holds half of the weights and gradients: no reduction leaves less of them, so that what is
-    larger need not be traced."""
+def _could_fit(row: Row, *, shards: int = 1) -> bool:
+    """Whether its GPU, or so many together, hold half of the weights and gradients: no reduction leaves less of them,
+    so that what is larger need not be traced."""
     parts = row.memory.parts
-    return (parts["weights"] + parts["gradients"]) / 2 <= (row.gpu.there or 0)
+    return (parts["weights"] + parts["gradients"]) / 2 <= shards * (row.gpu.there or 0)
 
 
 def _reductions(question: Question) -> Iterator[Setting]:

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.config.compatibility import bf16_weights_problems
-from finetune.config.strategy_names import SIZES
-from finetune.trace.placement import PLANNED, SPLITS, placement_of
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES
+from finetune.trace.placement import PLANNED, SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
@@ -86,14 +86,19 @@ def with_bf16_weights(setting: Setting) -> list[Setting]:
 
 def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads. Of a
-    pipeline also with more stages, of experts with more GPUs that share them."""
-    here = setting.placement
+    pipeline also with more stages, of experts with more GPUs that share them, of stages and split layers also with
+    shards of them."""
+    here, parts = setting.placement, setting.stages * setting.tensor
     found = []
     if setting.stages > 1:
-        deeper = [each for each in range(setting.stages + 1, setting.world_size + 1) if setting.world_size % each == 0]
+        known = setting.strategy, setting.world_size
+        numbers = range(setting.stages + 1, setting.world_size + 1)
+        deeper = [each for each in numbers if world_sizes_problem(*known, each) is None]
         found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
     if setting.experts > 1:
         found = [replace(setting, experts=each) for each in SPLITS if each > setting.experts]
+    if setting.strategy in SHARDED_PARTS:
+        found.append(replace(setting, strategy=SHARDED_PARTS[setting.strategy], pipeline_schedule="1f1b"))
     together = setting.world_size // setting.data_processes
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
@@ -101,7 +106,7 @@ def sharded(setting: Setting) -> list[Setting]:
     for strategy in (each for each in PLANNED if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
-        less = (here.weight_shards, here.gradient_shards, here.optimizer_shards)
+        less = tuple(parts * each for each in (here.weight_shards, here.gradient_shards, here.optimizer_shards))
         if there.optimizer_on == "gpu" and (more > less or (more == less and here.optimizer_on != "gpu")):
             found.append(replace(apart, strategy=strategy))
     return found

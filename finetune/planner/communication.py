@@ -7,13 +7,13 @@ fast as the slower of the link inside and all adapters of a machine together.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
-from finetune.planner.pipelines import Stage, computed, sent_bytes, trained_share
+from finetune.planner.pipelines import Stage, computed, is_gather, sent_bytes, sent_of, trained_share
 from finetune.trace.layers import Anatomy
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
@@ -59,8 +59,18 @@ class Transfer:
 
 def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) -> tuple[Transfer, ...]:
     """All traffic of an optimizer step."""
+    every = (
+        *_collectives(step.sent if setting.world_size > 1 else (), step, setting, machines),
+        *_offload(step, setting, machines, rates),
+        *_offloaded_activations(step, setting, machines),
+    )
+    return tuple(each for each in every if each.bytes)
+
+
+def _collectives(every: Iterable[Sent], step: Step, setting: Setting, machines: Machines) -> list[Transfer]:
+    """Those of a kind together."""
     found: dict[str, Transfer] = {}
-    for each in step.sent if setting.world_size > 1 else ():
+    for each in every:
         if each.name == HOST_COPY:
             continue
         one = _collective(each, step, setting, machines)
@@ -68,18 +78,14 @@ def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) ->
             calls, seconds = known.calls + one.calls, known.seconds + one.seconds
             one = replace(one, bytes=known.bytes + one.bytes, calls=calls, seconds=seconds)
         found[one.what] = one
-    every = (
-        *found.values(),
-        *_offload(step, setting, machines, rates),
-        *_offloaded_activations(step, setting, machines),
-    )
-    return tuple(each for each in every if each.bytes)
+    return list(found.values())
 
 
 def pipeline_transfers(
     step: Step, setting: Setting, machines: Machines, width: int, stages: Sequence[Stage]
 ) -> tuple[Transfer, ...]:
-    """What a stage of a pipeline sends in an optimizer step: to its neighbours, and to its replicas.
+    """What a stage of a pipeline sends in an optimizer step: to its neighbours, and to its replicas, or to those that
+    hold shards of it (of the stage that sends them most).
 
     Args:
         width: elements of a hidden state.
@@ -93,16 +99,24 @@ def pipeline_transfers(
         Transfer("hidden states to the next stage", "forward", size, calls, seconds, overlaps=False),
         Transfer("gradients to the stage before", "backward", size, calls, seconds, overlaps=False),
     ]
-    if replicas > 1:
+    if setting.shards_parts:
+        of_all = replace(setting, accumulation=computed(setting))
+        of_stages = [_collectives(sent_of(step, setting, stage), step, of_all, machines) for stage in stages]
+        found += max(of_stages, key=lambda of_stage: sum(each.seconds for each in of_stage))
+    elif replicas > 1:
         largest = max(trained_share(step, stage) for stage in stages)
         elements = largest * sum(count * math.prod(shape) for shape, count in step.trained().items())
         found.append(_over_replicas(elements, setting, *_route(machines, replicas, 1), replicas))
     most = max(stage.layers for stage in stages)
-    return (*found, *_offloaded_activations(step, setting, machines, share=most / step.layers))
+    every = (*found, *_offloaded_activations(step, setting, machines, share=most / step.layers))
+    return tuple(each for each in every if each.bytes)
 
 
-def tensor_transfers(step: Step, setting: Setting, machines: Machines, anatomy: Anatomy) -> tuple[Transfer, ...]:
-    """What GPUs that split layers send in an optimizer step: to one another, within each layer, and to their replicas.
+def tensor_transfers(
+    step: Step, setting: Setting, machines: Machines, rates: Rates, anatomy: Anatomy
+) -> tuple[Transfer, ...]:
+    """What GPUs that split layers send in an optimizer step: to one another, within each layer; and to their replicas,
+    or to those that hold shards of the same part.
 
     Forward, hidden states are added up after attention and after the MLP, and once for the embeddings; backward, their
     gradients before both, and once before the head (arXiv:1909.08053, section 3). Scores are put together. A layer that
@@ -130,10 +144,14 @@ def tensor_transfers(step: Step, setting: Setting, machines: Machines, anatomy: 
         sums("all-reduce of gradients of hidden states", "backward", anatomy.width, 2 * layers + 1),
         sums("all-reduce of hidden states, recomputed", "backward", anatomy.width, 2 * again),
     ]
-    if (replicas := setting.data_processes) > 1:
-        elements = sum(count * math.prod(shape) for shape, count in step.trained().items())
-        found.append(_over_replicas(elements, setting, *_route(machines, replicas, size), replicas))
-    return tuple(each for each in (*found, *_offloaded_activations(step, setting, machines)) if each.bytes)
+    if setting.shards_parts:
+        found += transfers(step, setting, machines, rates)
+    else:
+        found += _offloaded_activations(step, setting, machines)
+        if (replicas := setting.data_processes) > 1:
+            elements = sum(count * math.prod(shape) for shape, count in step.trained().items())
+            found.append(_over_replicas(elements, setting, *_route(machines, replicas, size), replicas))
+    return tuple(each for each in found if each.bytes)
 
 
 def _over_replicas(elements: float, setting: Setting, gb_per_second: float, latency: float, replicas: int) -> Transfer:
@@ -153,10 +171,11 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
     repeats = when != "step" and (placement.communicates_each_micro_batch or is_of_rows or is_exchange)
     times = setting.accumulation / traced if repeats else 1.0
     times *= setting.forward_passes if when == "forward" else 1
-    # Only the replicas of shards or experts reduce so; as many neighbours may gather weights
+    # Only the replicas of shards or experts reduce so; as many neighbours may gather weights, or, where these split
+    # layers, those in the same place of each group
     replicas = placement.replicas // setting.experts
     is_of_replicas = what == "all-reduce" and members == replicas != setting.world_size
-    stride = setting.world_size // replicas if is_of_replicas else 1
+    stride = setting.world_size // replicas if is_of_replicas else setting.tensor
     gb_per_second, latency = _route(machines, members, stride)
     calls = sent.calls * times
     size = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens).value(sent.bytes)
@@ -197,7 +216,7 @@ def _offload(step: Step, setting: Setting, machines: Machines, rates: Rates) -> 
     host = machines.gpu.host_link.gb_per_second * 1e9
     disk = min(host, rates.disk_gb_per_second * 1e9 / machines.gpus_per_node)
     trained = sum(count * math.prod(shape) for shape, count in step.trained().items())
-    gathers = [each for each in step.sent if "allgather" in each.name and each.phase == "forward"]
+    gathers = [each for each in step.sent if is_gather(each) and each.phase == "forward"]
     gathered = sum(each.calls * each.bytes.get(CONSTANT, 0.0) for each in gathers) / step.micro_batches
     found = []
 

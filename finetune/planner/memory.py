@@ -189,17 +189,17 @@ def _pinned(size: float) -> int:
 def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
     """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
 
-    Every process reads the whole model in the precision of computation, under a strategy that gathers no layers (of
-    a pipeline, its own layers); where weights are sharded one process reads and the others receive (FSDP2), or each
-    keeps its partitions (ZeRO-3). Quantised weights go to the GPU one by one; under FSDP2 and in a pipeline each
-    process may quantise all of them into host memory first (``distributed.weight_loading``). Offloaded shards come
-    to lie beside the weights that were read, which Accelerate 1.15 keeps until the last is made (``original_sd`` of
-    ``fsdp2_prepare_model``).
+    Every process reads the whole model in the precision of computation, under a strategy that gathers no layers or
+    shards parts (of a pipeline, its own layers); where the whole model is sharded one process reads and the others
+    receive (FSDP2), or each keeps its partitions (ZeRO-3). Quantised weights go to the GPU one by one; under FSDP2 and
+    in a pipeline each process may quantise all of them into host memory first (``distributed.weight_loading``).
+    Offloaded shards come to lie beside the weights that were read, which Accelerate 1.15 keeps until the last is made
+    (``original_sd`` of ``fsdp2_prepare_model``).
     """
     place = setting.placement
     compute = 4 if setting.precision == "no" and setting.weights != "bf16" else 2
     model = compute * anatomy.parameters
-    shared = place.framework == "fully_shard" or place.zero_stage == 3
+    shared = (place.framework == "fully_shard" and not setting.shards_parts) or place.zero_stage == 3
     loading: float = model if shared else model * processes_of_machine / setting.stages
     if setting.bits is not None:
         quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters

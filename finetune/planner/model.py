@@ -1,7 +1,6 @@
 """A model that is asked about: its sizes, and what its steps take by their traces."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from finetune.hardware.cards import Machines
@@ -11,7 +10,7 @@ from finetune.planner.memory import StepMemory
 from finetune.planner.speed import StepTime
 from finetune.trace.layers import Anatomy
 from finetune.trace.setting import Setting
-from finetune.trace.tracer import Tracer
+from finetune.trace.tracer import Tracer, with_whole_layers
 
 
 class Model:
@@ -57,6 +56,5 @@ class Model:
 
     def checkpoint_bytes(self, setting: Setting) -> int:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""
-        if setting.tensor > 1:  # whole weights, which are not those of its trace
-            setting = replace(setting, strategy="single", world_size=1, tensor=1)
+        setting = with_whole_layers(setting)
         return memory.checkpoint_bytes(self.tracer.step(setting), setting)

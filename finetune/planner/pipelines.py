@@ -8,6 +8,9 @@ M - 1 others (arXiv:2104.04473, section 2.2.1, for stages that need not be equal
 are on their way (``models.pipeline_order``), and each waits for the others for as much less as there are parts. Where
 gradients of weights are deferred, it waits without the time T_W of these, in which it computes its own: (S - 1) (T_F +
 T_B - T_W) of equal stages (arXiv:2401.10241, section 2.3); what they are made of is kept beside the activations.
+
+Where stages are sharded, the whole model is traced as if it were one stage, which is gathered layer by layer; of what
+stays gathered for a micro-batch, embedding and head, a stage has its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +24,7 @@ from finetune.trace.layers import Anatomy
 from finetune.trace.partly import PartlyRecomputed
 from finetune.trace.powers import CONSTANT, MicroBatch
 from finetune.trace.setting import Setting
-from finetune.trace.shallow import MORE_PARTS, Kernel, Moment, Step
+from finetune.trace.shallow import MORE_PARTS, Kernel, Moment, Sent, Step
 
 OF_WEIGHTS = ("weights", "weight_copies", "gradients", "optimizer")
 OF_LOSS = ("loss", MORE_PARTS)
@@ -85,7 +88,7 @@ def moments_of(
     """Moments of a stage's step. One some of whose layers are recomputed is taken to recompute none of those at hand.
 
     Args:
-        step: of the whole model on one GPU.
+        step: of the whole model on one GPU, or on those that hold shards of a stage.
         anatomy: of the whole model.
         on_course: those of the lower depth in their order, for a picture; else the highest of each span.
     """
@@ -99,6 +102,7 @@ def moments_of(
     of_pass = _deferred_by_layer(setting, anatomy) * stage.layers / setting.parts
     waiting += max(0, setting.order.deferred(stage.number, setting.accumulation) - 1) * of_pass
     copies = _copies(step, setting, stage)
+    elsewhere = _GatheredElsewhere.of(step, setting, stage, anatomy)
     found = own.course(micro_batch) if on_course else own.moments(micro_batch, accumulation=setting.accumulation)
     for moment in found:
         if moment.phase in OF_LOSS and not stage.is_last:
@@ -108,11 +112,70 @@ def moments_of(
             held[name] = max(0.0, held.get(name, 0.0) - (1 - stage.share_of_ends) * most_of_ends[name])
         if not stage.is_last:
             held["logits"] = 0.0
+        held["gathered"] = max(0.0, held.get("gathered", 0.0) - elsewhere.at(moment))
         if moment.phase != "step":
             own_deferred = of_pass * _layers_passed(moment, stage.layers) / stage.layers
             held["activations"] = held.get("activations", 0.0) + waiting + own_deferred
             held["weight_copies"] = copies
-        yield Moment(moment.phase, held)
+        yield Moment(moment.phase, held, moment.place)
+
+
+@dataclass(frozen=True)
+class _GatheredElsewhere:
+    """Bytes of embedding and head that lie gathered in the traced process, and not in a stage."""
+
+    weights: float
+    """That stay gathered from the forward to the backward pass."""
+    of_head: float
+    """Of the gradient of the head, which waits from the beginning of the backward pass for that of the embedding."""
+
+    @classmethod
+    def of(cls, step: Step, setting: Setting, stage: Stage, anatomy: Anatomy) -> "_GatheredElsewhere":
+        if not setting.shards_parts:
+            return cls(0.0, 0.0)
+        ends = _without_layers(step)
+        gathers = [each for each in ends.sent if is_gather(each) and each.phase == "forward" and each.calls > 0]
+        gathered = sum(each.bytes.get(CONSTANT, 0.0) for each in gathers)
+        width = 4 if setting.precision == "no" else COPY_BYTES
+        of_head = width * _elements(ends.trained()) * (1.0 if anatomy.ties else 0.5)
+        return cls((1 - stage.share_of_ends) * gathered, 0.0 if stage.is_last else of_head)
+
+    def at(self, moment: Moment) -> float:
+        """Before the layers' forward pass twice the weights, which are copied out of the buffer that they are gathered
+        in; after their backward pass in their place the gradients, in fp32, in the buffer that is added up."""
+        if moment.phase == "step":
+            return 0.0
+        _, _, where, number = moment.place or ("", 0, "", 0)
+        if where == "apart" and (moment.phase, number) in (("forward", 0), ("backward", 1)):
+            return 2 * self.weights
+        return self.weights + (self.of_head if moment.phase == "backward" else 0.0)
+
+
+def is_gather(sent: Sent) -> bool:
+    """Whether it gathers weights."""
+    return "allgather" in sent.name
+
+
+def is_of_weights(sent: Sent) -> bool:
+    """Whether it gathers weights or adds up their gradients."""
+    return is_gather(sent) or "reduce_scatter" in sent.name
+
+
+def sent_of(step: Step, setting: Setting, stage: Stage) -> list[Sent]:
+    """What a stage sends to those that hold shards of it, in as many micro-batches as were traced. Where it has several
+    parts, each pass of one gathers all of them. What is left out has a negative number of calls."""
+    found = [
+        replace(each, calls=each.calls * layers / stage.layers)
+        for like, layers in _recomputed(step, stage)
+        for each in like.with_layers(stage.layers).sent
+        if layers
+    ]
+    elsewhere = 1 - stage.share_of_ends
+    found += [
+        replace(each, calls=-elsewhere * each.calls) for each in _without_layers(step).sent if is_of_weights(each)
+    ]
+    times = setting.parts
+    return [replace(each, calls=each.calls * (times if is_gather(each) else 1)) for each in found if each.calls]
 
 
 def kept_by_layer(step: Step, micro_batch: MicroBatch) -> float:
@@ -189,7 +252,7 @@ def _buffers(setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int
 
 
 def _copies(step: Step, setting: Setting, stage: Stage) -> float:
-    has_masters = setting.weights == "fp32_master" and setting.precision != "no"
+    has_masters = setting.weights == "fp32_master" and setting.precision != "no" and not setting.shards_parts
     return COPY_BYTES * _trained(step, stage) if has_masters else 0.0
 
 

@@ -147,7 +147,8 @@ def step_time(
     forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
     known = replace(machines, gpu=gpu)
     splits = setting.tensor > 1
-    sent = tensor_transfers(step, setting, known, anatomy) if splits else transfers(step, setting, known, rates)
+    of_all = step, setting, known, rates
+    sent = tensor_transfers(*of_all, anatomy) if splits else transfers(*of_all)
     communication, offload = _exposed(sent, forward, backward, setting)
     micro = setting.accumulation / traced
     every = [passes["forward"]] * setting.forward_passes + [passes["backward"]]
@@ -190,7 +191,8 @@ def _pipeline_time(
     sent = pipeline_transfers(step, setting, machines, anatomy.width, stages)
     micro_batches = pipelines.computed(setting)
     passes_through = micro_batches * setting.parts
-    handed_on = sum(each.seconds for each in sent if each.when != "step" and each.is_collective) / passes_through
+    in_passes = [each for each in sent if each.when != "step" and each.is_collective]
+    handed_on = sum(each.seconds for each in in_passes if not each.overlaps) / passes_through
     host_copies = sum(each.seconds for each in sent if not each.is_collective)
     slowest = max(passes, key=lambda each: each.seconds)
     of_others = sum(each.seconds for each in passes) - slowest.seconds
@@ -202,10 +204,17 @@ def _pipeline_time(
     update = pass_of(steps, micro_batch, machines.gpu, rates, attended).seconds
     micro, handovers = setting.accumulation / traced, passes_through + setting.stages - 1
     trains_nothing = (micro_batches - setting.accumulation) * slowest.seconds
+    backward = [each for each in of_stages[passes.index(slowest)] if each.phase == "backward"]
+    of_backward = pass_of(backward, micro_batch, machines.gpu, rates, attended).seconds
+    # of shards; like what is computed, for all micro-batches of a stage, and once for each other one
+    beside = ((slowest.seconds - of_backward) / traced, of_backward / traced)
+    of_shards = tuple(each for each in in_passes if each.overlaps)
+    gathers, _ = _exposed(of_shards, *beside, replace(setting, accumulation=micro_batches))
+    gathers *= (passes_through + setting.stages - 1) / passes_through
     return StepTime(
         parts=Parts(
             **{field.name: micro * getattr(slowest, field.name) for field in fields(Pass)},
-            communication=handovers * handed_on + sum(each.seconds for each in sent if each.when == "step"),
+            communication=handovers * handed_on + gathers + sum(each.seconds for each in sent if each.when == "step"),
             offload=max(0.0, host_copies - micro * slowest.seconds),  # which run beside all passes
             optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
             idle=((of_others - 2 * deferred) / setting.parts + trains_nothing) / traced,

@@ -28,6 +28,7 @@ from finetune.shipped import shipped_files
 from finetune.trace import building
 from finetune.trace.anatomy import decoder_layers
 from finetune.trace.ledger import Ledger
+from finetune.trace.one_part import OnePart, with_one_part
 from finetune.trace.patches import (
     engines_take_fakes,
     kernels_of_a_gpu,
@@ -36,7 +37,7 @@ from finetune.trace.patches import (
     routers_are_balanced,
     scores_in_two_parts,
 )
-from finetune.trace.placement import world_sizes_problem
+from finetune.trace.placement import LAUNCHES_ONE_PART, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
@@ -101,7 +102,9 @@ def stepped(
 
 def problems(setting: Setting) -> list[str]:
     """Why a setting cannot be trained, as sentences."""
-    found = refusal(setting.cell), world_sizes_problem(setting.strategy, setting.world_size, setting.size)
+    is_one_part = setting.shards_parts and setting.size == 1
+    sizes = setting.strategy, setting.world_size, setting.size
+    found = refusal(setting.cell), None if is_one_part else world_sizes_problem(*sizes)
     return [sentence for sentence in found if sentence]
 
 
@@ -109,10 +112,11 @@ def problems(setting: Setting) -> list[str]:
 def _launched(setting: Setting, rank: int) -> Iterator[None]:
     """The environment of a launched process, and its group, in which nobody else is."""
     before = dict(os.environ)
-    file = shipped_files() / "accelerate_configs" / f"{setting.strategy}.yaml"
+    name = LAUNCHES_ONE_PART if setting.shards_parts else setting.strategy
+    file = shipped_files() / "accelerate_configs" / f"{name}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    if size := SIZES.get(setting.strategy):
+    if size := SIZES.get(name):
         os.environ[size.key.upper()] = str(getattr(setting, size.field))
     is_distributed = setting.placement.framework != "plain"
     if is_distributed:
@@ -134,6 +138,7 @@ def _start(setting: Setting) -> tuple[Any, distributed.Strategy]:
     strategy = distributed.Strategy.from_environment()
     if not strategy.rehearsal:
         raise InputError("A dry run computes on the CPU; hide the GPUs of this process: CUDA_VISIBLE_DEVICES=''.")
+    strategy = with_one_part(strategy) if setting.shards_parts else strategy
     accelerator = building.start(setting, strategy)
     accelerator.device_placement = False  # everything is where it belongs
     return accelerator, strategy
@@ -156,6 +161,8 @@ def _trace(
     ledger.trained.update(tuple(each.shape) for each in model.parameters() if each.requires_grad)
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
     bare, ledger.built, head = model, ledger.events, loss.head_of(model)
+    if strategy.shards_parts:
+        OnePart(model, strategy, accelerator.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = distributed.prepare(accelerator, strategy, model, optimizer, weights=setting.weights)

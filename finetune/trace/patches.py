@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,8 +72,20 @@ def libraries_take_fakes() -> Iterator[None]:
         *transformers_private.fake_tensor_changes(),
         *bitsandbytes_private.fake_tensor_changes(Params4bit),
         (document_attention, "each_document", _in_one_kernel),
+        _meshes_of_groups(),
     ):
         yield
+
+
+def _meshes_of_groups() -> Change:
+    """A mesh of the processes of a group reads their ranks off a tensor that it makes (until meshes hold none)."""
+    original: Any = DeviceMesh.from_group
+
+    def from_group(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return original(*args, **kwargs)
+
+    return DeviceMesh, "from_group", staticmethod(from_group)
 
 
 def engines_take_fakes(*, fp16: bool) -> contextlib.AbstractContextManager[None]:

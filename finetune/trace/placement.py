@@ -11,10 +11,14 @@ from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES, TOG
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
-PLANNED = tuple(strategy for strategy in STRATEGIES if strategy not in SHARDED_PARTS.values())
-"""Strategies that the planner knows."""
+PLANNED = STRATEGIES
+"""Strategies that the planner knows: all of them."""
 SPLITS = (2, 4, 8)
 """Numbers of GPUs that may share each row, each layer or its experts, inside a machine."""
+ONE_PART = "fsdp2_tp"
+"""Strategy of the trace of one part of a model by itself, whatever it is a part of."""
+LAUNCHES_ONE_PART = "ddp"
+"""Strategy file by which the processes are launched that shard it: those of parts take at least two of them."""
 TAKEN_TOGETHER = {
     "context": "{strategy} has each row computed by {size} GPUs; take a multiple of them.",
     "stages": "{strategy} has {size} stages, each on GPUs of its own; take a multiple of {size} GPUs.",
@@ -63,10 +67,14 @@ class Placement:
         return 2 if self.zero_stage == 3 else 1
 
 
-def placement_of(strategy: str, world_size: int) -> Placement:
-    """The placement of a strategy file on so many processes."""
+def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
+    """The placement of a strategy file on so many processes.
+
+    Args:
+        size: processes that do together what the strategy is for.
+    """
     n = world_size
-    shards = n // REPLICAS
+    shards, of_part = n // REPLICAS, n // size
     return {
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
@@ -82,20 +90,24 @@ def placement_of(strategy: str, world_size: int) -> Placement:
         "zero3_offload": Placement(n, n, n, 1, "zero", 3, weights_on="host", optimizer_on="host"),
         "zero3_nvme": Placement(n, n, n, 1, "zero", 3, weights_on="disk", optimizer_on="disk"),
         **dict.fromkeys(TOGETHER, Placement(n, n, n, 1, "fully_shard")),
+        **dict.fromkeys(SHARDED_PARTS.values(), Placement(of_part, of_part, of_part, 1, "fully_shard")),
     }[strategy]
 
 
-def traced_as(strategy: str, world_size: int) -> tuple[str, int]:
+def traced_as(strategy: str, world_size: int, size: int = 1) -> tuple[str, int]:
     """The strategy that is traced in place of another, and its processes.
 
     A stage's step follows from that of the whole model on one GPU (``planner.pipelines``), and that of a part of each
-    layer is the step of a smaller model (``trace.tensor_parts``).
+    layer is the step of a smaller model (``trace.tensor_parts``). Where parts are sharded, only the processes that have
+    the same one are traced (``trace.one_part``).
 
     ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
     gathers of other processes it fetches from the host then, also where there is one process alone.
     """
-    if strategy in ("pp", "tp"):
+    if strategy in SHARDED_PARTS:
         return ("single", 1)
+    if strategy in SHARDED_PARTS.values():
+        return (strategy, world_size // size)
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
@@ -107,6 +119,8 @@ def world_sizes_problem(strategy: str, world_size: int, size: int = 1) -> str | 
     """
     if strategy in SIZES and (size == 1 or world_size % size):
         return TAKEN_TOGETHER[SIZES[strategy].field].format(strategy=strategy, size=max(2, size))
+    if strategy in SHARDED_PARTS.values() and world_size == size:
+        return f"{strategy} shards each part over the GPUs that have the same one; take at least {2 * size} of them."
     if strategy == "single" and world_size > 1:
         return "single is for one GPU; take ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):

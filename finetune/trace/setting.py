@@ -9,7 +9,7 @@ from finetune.config import sections
 from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
-from finetune.config.strategy_names import SIZES
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES
 from finetune.models.pipeline_order import Order
 from finetune.trace.placement import Placement, placement_of
 
@@ -172,12 +172,17 @@ class Setting:
     @property
     def placement(self) -> Placement:
         """What its strategy splits over its processes, and where it lies."""
-        return placement_of(self.strategy, self.world_size)
+        return placement_of(self.strategy, self.world_size, self.size)
 
     @property
     def size(self) -> int:
         """GPUs that do together what the strategy is for; 1 where it is for nothing of the kind."""
         return getattr(self, SIZES[self.strategy].field) if self.strategy in SIZES else 1
+
+    @property
+    def shards_parts(self) -> bool:
+        """Whether GPUs that have the same part of the model hold shards of it."""
+        return self.strategy in SHARDED_PARTS.values()
 
     @property
     def order(self) -> Order:

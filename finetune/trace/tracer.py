@@ -46,7 +46,7 @@ def key_setting(setting: Setting) -> Setting:
     the bytes of bf16, but under ZeRO-3: what it adds to the engine's step is done on the host where that offloads. What
     a reference takes is added to a step's trace (``planner.memory``, ``planner.speed``).
     """
-    strategy, world_size = traced_as(setting.strategy, setting.world_size)
+    strategy, world_size = traced_as(setting.strategy, setting.world_size, setting.size)
     place = placement_of(strategy, world_size)
     of_replicas = place.framework == "replicated"
     micro_batches = 1 if place.zero_stage == 3 else min(setting.accumulation, 3) if of_replicas else 2
@@ -82,6 +82,16 @@ def key_settings(setting: Setting, layers: int) -> list[Setting]:
     key = key_setting(setting)
     is_partly = setting.activation_checkpointing and (setting.recomputed_layers or layers) < layers
     return [replace(key, activation_checkpointing=False), key] if is_partly else [key]
+
+
+def with_part_alone(setting: Setting) -> Setting:
+    """Of the GPUs that have the same part of each layer, where the model is this part."""
+    return replace(setting, world_size=setting.world_size // setting.tensor, tensor=1)
+
+
+def with_whole_layers(setting: Setting) -> Setting:
+    """Where GPUs split layers, of the whole model on one GPU: its weights are those of a checkpoint."""
+    return replace(setting, strategy="single", world_size=1, tensor=1) if setting.tensor > 1 else setting
 
 
 class Tracer:
@@ -175,7 +185,7 @@ class Tracer:
             RunStopped: if the libraries here cannot be traced.
         """
         if setting.tensor > 1:
-            return self._of_part(setting.tensor).step(replace(setting, tensor=1))
+            return self._of_part(setting.tensor).step(with_part_alone(setting))
         self.prepare([setting])
         found = [self._steps[key] for key in key_settings(setting, self.anatomy.layers)]
         steps = [each for each in found if isinstance(each, Step)]
@@ -186,16 +196,17 @@ class Tracer:
     def prepare(self, settings: Sequence[Setting]) -> None:
         """Trace settings together, as many at a time as there are cores. What cannot be traced is told by ``step``.
 
-        Where GPUs split layers, the whole model on one GPU as well: its weights are those of a checkpoint.
+        Where GPUs split layers, the whole model as well (``with_whole_layers``).
 
         Raises:
             RunStopped: if the child fails.
         """
         if self.anatomy.sizes:
             for parts in sorted({setting.tensor for setting in settings} - {1}):
-                own = [replace(setting, tensor=1) for setting in settings if setting.tensor == parts]
+                own = [with_part_alone(setting) for setting in settings if setting.tensor == parts]
                 self._of_part(parts).prepare(own)
-        keys = (key for setting in settings for key in key_settings(setting, self.anatomy.layers))
+        whole = map(with_whole_layers, settings)
+        keys = (key for setting in whole for key in key_settings(setting, self.anatomy.layers))
         wanted = dict.fromkeys(key for key in keys if key not in self._steps)
         places = [(key, layers) for key in wanted for layers in dict.fromkeys(self._depths(key))]
         places.sort(key=lambda place: -place[1])  # those that take longest first
