@@ -25,15 +25,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.config.compatibility import expert_problems, heads_problems, refusal, stage_problems
-from finetune.config.strategy_names import SIZES
+from finetune.config.compatibility import expert_problems, heads_problems, refusal, scaling_problems, stage_problems
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import PLANNED, world_sizes_problem
+from finetune.trace.placement import PLANNED, SIZE_OF, world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -64,8 +63,8 @@ def layouts(
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
     sizes = [size for size in range(2, processes + 1) if processes % size == 0]
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZES]
-    spreads += [(name, {SIZES[name].field: size}) for name in PLANNED if name in SIZES for size in sizes]
+    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZE_OF]
+    spreads += [(name, {SIZE_OF[name].field: size}) for name in PLANNED if name in SIZE_OF for size in sizes]
     found = []
     for strategy, size in spreads:
         setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
@@ -96,7 +95,8 @@ def _is_possible(model: str, setting: Setting) -> bool:
         or heads_problems(setting.strategy, setting.context, *heads)
         or heads[0] % setting.tensor
         or stage_problems(setting.strategy, model, config["num_hidden_layers"], setting.stages)
-        or expert_problems(model, config.get("num_experts", 0), setting.experts, setting.precision)
+        or expert_problems(model, config.get("num_experts", 0), setting.experts)
+        or scaling_problems(setting.strategy, precision=setting.precision)
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.strategy_names import SIZES
+from finetune.trace.placement import SIZE_OF
 
 from . import plan_cases
 from .plan_cases import Case
@@ -76,7 +76,7 @@ class Bench:
         setting, n = case.setting, case.setting.world_size
         file = ROOT / "accelerate_configs" / f"{setting.strategy}.yaml"
         launched = launch_environment(file, n, setting.precision)
-        if size := SIZES.get(setting.strategy):
+        if size := SIZE_OF.get(setting.strategy):
             launched[size.key.upper()] = str(getattr(setting, size.field))
         port, processes, logs = _free_port(), [], []
         self.started += 1

@@ -11,8 +11,12 @@ TWO = (
     *("ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme"),
     *("cp", "ulysses", "pp", "tp"),
 )
-FOUR = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses", "pp", "tp", "fsdp2_tp", "fsdp2_pp")
-LAUNCHES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
+FOUR = (
+    *("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses"),
+    *("pp", "tp", "tp_pp", "fsdp2_tp", "fsdp2_pp"),
+)
+EIGHT = ("tp_pp", "fsdp2_tp_pp")
+LAUNCHES = [(name, number) for number, names in ((2, TWO), (4, FOUR), (8, EIGHT)) for name in names]
 OF_MIXTURES = [("ep", 2), ("ep", 4)]
 """Which train mixtures of experts only: their runs are in ``test_expert_runs``."""
 
@@ -25,8 +29,9 @@ ROWS_PER_STEP = 16
 
 
 def data_processes(strategy: str, world_size: int) -> int:
-    """Processes, or groups of them, that compute different rows: two of some strategies share theirs."""
-    return world_size // 2 if strategy in ("cp", "ulysses", "pp", "tp", "fsdp2_tp", "fsdp2_pp") else world_size
+    """Processes, or groups of them, that compute different rows: two of some strategies share theirs, or four."""
+    sharing = {"cp", "ulysses", "pp", "tp"}
+    return world_size // 2 ** len(sharing & set(strategy.split("_")))
 
 
 def differences(metrics: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -64,10 +69,15 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
         assert seen["model_class"] == "LlamaForCausalLM"
         assert 1 / 2 < seen["share_held"] < 0.6
         return
-    if strategy in ("fsdp2_tp", "fsdp2_pp"):  # two parts of the model, and each over half of the processes
+    if strategy == "tp_pp":  # two stages, and each layer of one over two processes
+        assert seen["model_class"] == "LlamaForCausalLM"
+        assert seen["layers_held"] == seen["layers"] / 2
+        assert seen["share_held"] < 0.5
+        return
+    if strategy.endswith(("_tp", "_pp")):  # two parts of the model or four, and each over the other processes
         assert seen["model_class"].startswith("FSDP")
-        assert seen["meshes"] == {(world_size // 2,)}
-        assert seen["share_held"] < (1.1 if strategy == "fsdp2_tp" else 1.8) / world_size
+        assert seen["meshes"] == {(data_processes(strategy, world_size),)}
+        assert seen["share_held"] < (1.2 if strategy == "fsdp2_tp" else 1.9) / world_size
         return
     if strategy == "ep":  # two processes for the experts
         assert seen["model_class"].endswith("ForCausalLM")

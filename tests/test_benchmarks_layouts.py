@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.plan_cases import Case
-from finetune.config.strategy_names import SIZES
 from finetune.errors import InputError
-from finetune.trace.placement import PLANNED
+from finetune.trace.placement import PLANNED, SIZE_OF
 
 ON_GPUS = {"gpus": ["H100"] * 4, "cpus": 8, "predicted_for": "4xH100", "environment": {}}
 FITS = {"peak_gib": 10.0, "tokens_per_second": 1000.0, "verdict": "fits"}
@@ -26,7 +25,7 @@ def every(**changes: Any) -> list[Case]:
 def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_without_recomputation():
     found = every()
     assert len({case.name for case in found}) == len(found)
-    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", *SIZES)}
+    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", *SIZE_OF)}
     # ulysses shares four heads among as many processes, though there are two of keys and values; of three layers there
     # are no four stages; there are no experts
     sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4"}

@@ -22,7 +22,7 @@ from ranks import STRATEGY_FILES
 
 from finetune.config import sections
 from finetune.config.compatibility import ADAPTERS, BITS, OPTIMIZERS, Cell, cells, refusal
-from finetune.config.strategy_names import STRATEGIES
+from finetune.config.strategy_names import STRATEGIES, splits_layers
 from finetune.distributed.launch_environment import launch_environment
 from finetune.errors import InputError
 from finetune.models import loading
@@ -37,7 +37,7 @@ LEARNING_RATES = {"sgd": 0.2, "lion_8bit": 3e-4}
 
 
 def processes(strategy: str) -> int:
-    return {"single": 1, "hsdp": 4, "fsdp2_tp": 4, "fsdp2_pp": 4}.get(strategy, 2)
+    return {"single": 1, "hsdp": 4, "tp_pp": 4, "fsdp2_tp": 4, "fsdp2_pp": 4, "fsdp2_tp_pp": 8}.get(strategy, 2)
 
 
 def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_rate: float | None = None) -> Any:
@@ -85,7 +85,7 @@ def models(weights_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     described = json.loads((wide / "config.json").read_text()) | {"head_dim": 64}
     (wide / "config.json").write_text(json.dumps(described))
     found = {"ep": tiny.write_weights(mixture), "tp": tiny.write_weights(wide)}
-    found["fsdp2_tp"] = found["tp"]
+    found |= dict.fromkeys(filter(splits_layers, STRATEGIES), found["tp"])
     return {strategy: found.get(strategy, weights_folder) for strategy in STRATEGIES}
 
 

@@ -588,7 +588,7 @@ def test_figures_of_the_demo_are_of_its_data_and_in_the_words_of_its_output():
 
 
 def test_every_strategy_file_is_in_the_table_of_its_page():
-    assert len(STRATEGY_FILES) == 17
+    assert len(STRATEGY_FILES) == 19
     table = text_of("docs/strategies.md").split("## Which strategy file?")[1].split("## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == STRATEGY_FILES
 

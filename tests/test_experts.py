@@ -8,7 +8,7 @@ import torch
 from test_attention import small_model
 from transformers import LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from finetune.config.compatibility import expert_problems
+from finetune.config.compatibility import expert_problems, scaling_problems
 from finetune.models.expert_layers import expert_modules, experts_of
 
 KINDS = [MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig]
@@ -42,14 +42,14 @@ def test_experts_are_the_parameters_that_lie_one_after_another():
 
 
 def test_what_cannot_be_shared_is_refused_in_a_sentence():
-    assert expert_problems("LlamaForCausalLM", 0, 1, "fp16") == []
-    assert expert_problems("MixtralForCausalLM", 8, 4, "bf16") == []
-    (of_dense,) = expert_problems("LlamaForCausalLM", 0, 2, "bf16")
+    assert expert_problems("LlamaForCausalLM", 0, 1) == []
+    assert expert_problems("MixtralForCausalLM", 8, 4) == []
+    (of_dense,) = expert_problems("LlamaForCausalLM", 0, 2)
     assert of_dense == (
         "ep shares the experts of each layer, and LlamaForCausalLM has none that can be shared; use the strategy file "
         "fsdp2."
     )
-    (of_parts,) = expert_problems("MixtralForCausalLM", 8, 3, "bf16")
+    (of_parts,) = expert_problems("MixtralForCausalLM", 8, 3)
     assert "shared by 3 processes, but each layer has 8 or a multiple of it; set --megatron_lm_expert_mod" in of_parts
-    (of_scaling,) = expert_problems("MixtralForCausalLM", 8, 2, "fp16")
+    (of_scaling,) = scaling_problems("ep", precision="fp16")
     assert of_scaling.endswith("launch with --mixed_precision bf16 or no.")

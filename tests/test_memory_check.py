@@ -135,13 +135,17 @@ def test_where_layers_are_divided_advice_names_more_processes_for_them(
     model_folder: Path, conversations: Path, tmp_path: Path
 ):
     deferring = {"train__pipeline_schedule": "zero_bubble"}
-    every = {}, deferring, deferring | {"train__pipeline_parts": 2}
-    plain, deferred, parts = (scenarios.configuration(model_folder, conversations, tmp_path, **each) for each in every)
+    every = {}, deferring, deferring | {"train__pipeline_parts": 2}, deferring | {"adapter__type": "lora"}
+    plain, deferred, parts, adapter = (
+        scenarios.configuration(model_folder, conversations, tmp_path, **each) for each in every
+    )
     known: Any = {"rank": 0, "world_size": 8, "replicas": 1, "mixed_precision": "no", "rehearsal": True}
     staged = advice_on_memory(deferred, Strategy("pp", **known, stages=4))
     assert staged.startswith("Set one of train.pipeline_schedule 1f1b, train.activation_checkpointing full, ")
     # of several parts fewer are computed ahead than in 1f1b
     assert advice_on_memory(parts, Strategy("pp", **known, stages=4)).startswith("Set one of train.pipeline_parts 1, ")
+    # gradients of adapters are not deferred
+    assert "pipeline_schedule" not in advice_on_memory(adapter, Strategy("pp", **known, stages=4))
     assert staged.endswith("; or launch with more stages than 4 (--megatron_lm_pp_degree).")
     split = advice_on_memory(plain, Strategy("tp", **known, tensor=2))
     assert split.endswith("; or launch with more GPUs for each layer than 2 (--megatron_lm_tp_degree).")

@@ -28,6 +28,7 @@ LAUNCHES = [
     ("zero3_offload", 2),
     ("pp", 2),
     ("tp", 2),
+    ("tp_pp", 4),
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
 ]
@@ -38,6 +39,7 @@ OF_LOSSES = [
     ("cp", 2),
     ("pp", 4),
     ("tp", 4),
+    ("tp_pp", 4),
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
 ]

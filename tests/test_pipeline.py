@@ -113,7 +113,10 @@ def test_models_whose_layers_hand_on_more_than_hidden_states_have_no_stages(fami
 REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
     "three processes": (3, {}, {}, "pp was launched with 2 stages, but with 3 processes; launch a multiple of 2"),
     "one stage": (2, {STAGES: "1"}, {}, "asks for a pipeline of one stage; set megatron_lm_pp_degree (strategy file"),
-    "split layers": (2, {"MEGATRON_LM_TP_DEGREE": "2"}, {}, "which do not go together here; set all but one of them"),
+    "shared experts": (
+        *(4, {"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "2"}, {}),
+        "but experts are shared alone here; set megatron_lm_expert_model_parallel_size to 1, or the others.",
+    ),
     "more stages than layers": (4, {STAGES: "4"}, {}, "with 4 stages, but the model has 2 layers; set --megatron_lm"),
     "noise": (2, {}, {"train__neftune_alpha": 5.0}, "draws noise for each document; set it to 0, or use the strategy"),
 }

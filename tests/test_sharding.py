@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from finetune.config import compatibility
-from finetune.config.strategy_names import SIZES
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES
 from finetune.distributed import Strategy, loading_device, weight_loading
 from finetune.distributed.sharding import Sharding
 from finetune.errors import InputError
@@ -110,13 +110,14 @@ def test_quantised_weights_are_read_to_the_gpu_where_it_has_room(
     assert found.startswith(expected)
 
 
-@pytest.mark.parametrize("strategy", ["tp", "pp", "ep", "fsdp2_tp", "fsdp2_pp"])
+@pytest.mark.parametrize("strategy", [*IN_PARTS, *SHARDED_PARTS.values()])
 def test_a_process_that_takes_a_part_of_a_model_reads_it_in_host_memory_and_writes_into_its_own(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 * 2**30, 24 * 2**30))
     accelerator: Any = mock.Mock(device=torch.device("cuda:1"), is_main_process=False)
-    launched = Strategy(strategy, 1, 4, 1, "bf16", rehearsal=False, **{SIZES[strategy].field: 2})
+    sizes = {size.field: 2 for size in SIZES[strategy]}
+    launched = Strategy(strategy, 1, 4, 1, "bf16", rehearsal=False, **sizes)
     assert str(loading_device(accelerator, launched, 40 * 2**30)) == "cpu"
     assert weight_loading.counts(accelerator, launched, quantised=False)
 

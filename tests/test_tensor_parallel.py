@@ -97,12 +97,6 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
         {},
         "tp was launched with 2 GPUs for each layer, but with 3 processes; launch a multiple",
     ),
-    "pipelines of split layers": (
-        4,
-        {"MEGATRON_LM_PP_DEGREE": "2"},
-        {},
-        "which do not go together here; set all but one",
-    ),
     "no split": (
         2,
         {SIZE: "1"},

@@ -124,6 +124,15 @@ def test_stages_and_other_sizes_of_a_strategy_are_told_to_accelerate(
     assert environment[flag.upper()] == "4"
 
 
+def test_both_sizes_of_a_pipeline_of_split_layers_are_told_to_accelerate(capsys: pytest.CaptureFixture[str]):
+    asked = SAMPLE, "--strategy", "tp_pp", "--processes", "8", "--size"
+    launch = command_in(printed(capsys, *asked, "4x2"))[1]
+    assert (launch.megatron_lm_tp_degree, launch.megatron_lm_pp_degree) == (4, 2)
+    said = refused(capsys, *asked, "4")
+    assert "--size 4: " in said
+    assert "has a number of GPUs for each layer and stages; give --size 2x2, for example, or leave it out." in said
+
+
 def test_sizes_that_a_strategy_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]):
     said = refused(capsys, SAMPLE, "--strategy", "ddp", "--processes", "2", "--size", "2")
     assert f"--size 2 is for the strategy files {', '.join(SIZES)}; leave it out, as " in said

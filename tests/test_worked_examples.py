@@ -33,6 +33,7 @@ from finetune.data.templates import Template
 from finetune.distributed import flat_shards, sharded_state
 from finetune.distributed.flat_shards import FlatShard
 from finetune.distributed.held_parts import held_of
+from finetune.distributed.part_groups import Grid
 from finetune.distributed.strategy import Strategy
 from finetune.models.tensor_plan import Share, Split
 from finetune.optim.rounding import round_stochastically
@@ -118,6 +119,15 @@ def test_parts_and_their_holders():
     assert (norm.holder, norm.holders) == (3, 4)
     sharded = held_of(Share(), torch.Size((6,)), strategy("fsdp2_tp", 3, 4), 2, None)
     assert (sharded.holder, sharded.holders) == (1, 2)
+
+
+def test_places_of_processes():
+    grid = Grid(world_size=8, stages=2, size=2)
+    assert grid.alike("stage", "copy") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.alike("stage") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [1, 5] in grid.alike("copy", "place")
+    assert [5, 7] in grid.alike("stage", "place")
+    assert [2, 3, 6, 7] in grid.alike("copy")
 
 
 def test_flat_shards_of_columns_that_are_sharded():

@@ -26,9 +26,10 @@ def add_train(verbs: Any) -> None:
     train.add_argument(
         "--size",
         metavar="N",
-        type=int,
+        type=_sizes,
         help="with --strategy: how many of the GPUs are the stages of a pipeline, split each layer, share experts, or "
-        "compute each row together; default: what the strategy file says",
+        "compute each row together; for tp_pp both, as in 4x2: 4 for each layer, in 2 stages; default: what the "
+        "strategy file says",
     )
     processes = train.add_mutually_exclusive_group()
     processes.add_argument("--gpus", metavar="N", type=int, help="GPUs to use; default: all of this machine")
@@ -58,3 +59,11 @@ def _train(options: argparse.Namespace) -> int:
     from finetune.cli.train_verb import train
 
     return train(options)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Of a strategy: 4, or 4x2 where it has two."""
+    try:
+        return tuple(map(int, text.split("x")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number such as 4, and no two such as 4x2") from None

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +34,7 @@ class Chosen(NamedTuple):
     why: str
     mixed_precision: str | None = None
     """None for that of its file."""
-    size: int | None = None
+    sizes: tuple[int, ...] | None = None
     """Of those that ``config.strategy_names.SIZES`` names; None for that of its file."""
 
 
@@ -47,7 +49,7 @@ def train(options: argparse.Namespace) -> int:
     script = _script(options, arguments)
     named = None if options.strategy is None else _path_of(options.strategy)
     if options.size is not None and named is None:
-        raise InputError(f"--size {options.size} is that of a strategy; name it with --strategy.")
+        raise InputError(f"--size {_as_given(options.size)} is that of a strategy; name it with --strategy.")
     if options.recipe is None and not options.print_command:
         ask_for_run(arguments)
 
@@ -61,15 +63,14 @@ def train(options: argparse.Namespace) -> int:
         chosen = Chosen(strategy_of_rehearsal(processes), "because there is no GPU to plan for")
     file = StrategyFile.read(named or _path_of(chosen.strategy))
     precision = options.mixed_precision or (named is None and chosen.mixed_precision) or file.precision_here()
-    size = _size_flags(file, chosen.size if options.size is None else options.size, processes)
+    sizes = _size_flags(file, chosen.sizes if options.size is None else options.size, processes)
     threads = max(1, cores.usable() // processes)
     words = [["accelerate", "launch"], ["--config_file", str(file.path)]]
     if "OMP_NUM_THREADS" not in os.environ:
         words[0].insert(0, f"OMP_NUM_THREADS={threads}")
     if file.communicates or processes > 1:
         words += [["--num_processes", str(processes)], ["--main_process_port", "0"]]
-    if size:
-        words.append(size)
+    words += sizes
     if precision != file.mixed_precision:
         words.append(["--mixed_precision", precision])
     words += [[str(script)], *_in_groups(arguments)]
@@ -87,7 +88,7 @@ def train(options: argparse.Namespace) -> int:
     print(in_lines(words), flush=True)
     if options.print_command:
         return 0
-    exit_code = launch(file, processes, precision, threads, script, arguments, flags=size)
+    exit_code = launch(file, processes, precision, threads, script, arguments, flags=[*chain(*sizes)])
     if options.json:
         print(json.dumps({"exit_code": exit_code} | _outcome(options, arguments, exit_code)))
     return exit_code
@@ -152,7 +153,11 @@ def _processes(options: argparse.Namespace, gpus: int) -> int:
     return asked
 
 
-def _size_flags(file: "StrategyFile", asked: int | None, processes: int) -> list[str]:
+def _as_given(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _size_flags(file: "StrategyFile", asked: tuple[int, ...] | None, processes: int) -> list[list[str]]:
     """What ``accelerate launch`` is told of how many processes do together what a strategy is for.
 
     Args:
@@ -160,15 +165,22 @@ def _size_flags(file: "StrategyFile", asked: int | None, processes: int) -> list
     """
     if asked is None:
         return []
-    if file.size_key is None:
+    given = _as_given(asked)
+    if not file.sizes:
         named = ", ".join(SIZES)
-        raise InputError(f"--size {asked} is for the strategy files {named}; leave it out, as {file.path} has no size.")
-    if asked < 2:
-        raise InputError(f"--size {asked}: must be at least 2; change it, or leave it out.")
-    if processes % asked:
+        raise InputError(f"--size {given} is for the strategy files {named}; leave it out, as {file.path} has no size.")
+    if len(asked) != len(file.sizes):
+        what = " and ".join(size.what for size in file.sizes)
+        raise InputError(
+            f"--size {given}: {file.path} has a number of {what}; give --size {_as_given((2,) * len(file.sizes))}, for "
+            "example, or leave it out."
+        )
+    if min(asked) < 2:
+        raise InputError(f"--size {given}: must be at least 2; change it, or leave it out.")
+    if processes % math.prod(asked):
         started = f"{processes} process{'es' if processes > 1 else ''}"
-        raise InputError(f"--size {asked}: {started} cannot be divided into groups of it; change one of the two.")
-    return [f"--{file.size_key}", str(asked)]
+        raise InputError(f"--size {given}: {started} cannot be divided into groups of it; change one of the two.")
+    return [[f"--{size.key}", str(number)] for size, number in zip(file.sizes, asked, strict=True)]
 
 
 def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: int) -> Chosen:
@@ -193,8 +205,8 @@ def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: in
     bf16 = answer["machines"]["gpu"]["bf16"]
     why = f"by the plan: {answer['reason'].partition('. ')[0]}"
     row = answer["rows"][answer["recommended"]]
-    size = row[SIZES[row["strategy"]].field] if row["strategy"] in SIZES else None
-    return Chosen(row["strategy"], why, None if bf16 else "fp16", size)
+    sizes = tuple(row[size.field] for size in SIZES.get(row["strategy"], ()))
+    return Chosen(row["strategy"], why, None if bf16 else "fp16", sizes or None)
 
 
 def _in_groups(arguments: Sequence[str]) -> list[list[str]]:

@@ -8,7 +8,15 @@ refused by the first rule that applies, whose sentence names the nearest thing t
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from finetune.config.strategy_names import SHARDED_PARTS, STRATEGIES, TOGETHER, has_stages, splits_layers
+from finetune.config.strategy_names import (
+    IN_PARTS,
+    SHARDED_PARTS,
+    STRATEGIES,
+    TOGETHER,
+    has_stages,
+    not_sharded,
+    splits_layers,
+)
 
 BITS = (None, 8, 4)
 ADAPTERS = ("none", "lora", "dora")
@@ -152,9 +160,7 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def pipeline_problems(
-    strategy: str, *, parts: int, schedule: str, embedding_noise: bool, paired: bool, precision: str
-) -> list[str]:
+def pipeline_problems(strategy: str, *, parts: int, schedule: str, embedding_noise: bool, paired: bool) -> list[str]:
     """Why the processes of a launch cannot be the stages of a pipeline, or not in an order.
 
     Args:
@@ -162,7 +168,6 @@ def pipeline_problems(
         schedule: as ``train.pipeline_schedule``.
         embedding_noise: noise is added to embeddings.
         paired: answers are compared with one another.
-        precision: the launch's mixed precision.
     """
     if not has_stages(strategy):
         plain = {
@@ -174,28 +179,26 @@ def pipeline_problems(
             for key, (value, is_plain) in plain.items()
             if not is_plain
         ]
+    shards = strategy in SHARDED_PARTS.values()
+    whole = not_sharded(strategy) if shards else strategy
     found = {
         f"train.pipeline_schedule is {schedule}, but {strategy} adds up the gradients of a layer's weights before it "
-        "frees them; set it to 1f1b, or use the strategy file pp.": (
-            strategy in SHARDED_PARTS.values() and schedule != "1f1b"
-        ),
+        f"frees them; set it to 1f1b, or use the strategy file {whole}.": shards and schedule != "1f1b",
         f"{strategy} computes the loss of one pass of one model, and preferences take several; use the strategy file "
         "fsdp2.": paired,
         f"{strategy} fills rows up to equal length, and train.neftune_alpha draws noise for each document; set it to "
         "0, or use the strategy file fsdp2.": embedding_noise,
-        f"{strategy} does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision
-        == "fp16",
     }
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def tensor_problems(strategy: str, *, precision: str) -> list[str]:
-    """Why the processes of a launch cannot split each layer's weights.
+def scaling_problems(strategy: str, *, precision: str) -> list[str]:
+    """Why losses are not scaled where each process has a part of the model.
 
     Args:
         precision: the launch's mixed precision.
     """
-    if not splits_layers(strategy) or precision != "fp16":
+    if precision != "fp16" or strategy not in (*IN_PARTS, *SHARDED_PARTS.values()):
         return []
     return [f"{strategy} does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no."]
 
@@ -226,7 +229,7 @@ def shard_problems(strategy: str, bundled: Sequence[str]) -> list[str]:
         return []
     return [
         f"{strategy} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, or use "
-        "the strategy file tp."
+        f"the strategy file {not_sharded(strategy)}."
     ]
 
 
@@ -288,30 +291,25 @@ def fp8_problems(
     return [sentence for sentence, applies in found.items() if asked and applies]
 
 
-def expert_problems(model: str, experts: int, processes: int, precision: str) -> list[str]:
+def expert_problems(model: str, experts: int, processes: int) -> list[str]:
     """Why the processes of a launch cannot share a model's experts.
 
     Args:
         model: its class.
         experts: the greatest common divisor of those of each layer, by ``models.expert_layers.experts_of``.
         processes: that are to share them; 1 where none are.
-        precision: the launch's mixed precision.
     """
-    if processes == 1:
+    if processes == 1 or (experts and experts % processes == 0):
         return []
     if not experts:
         return [
             f"ep shares the experts of each layer, and {model} has none that can be shared; use the strategy file "
             "fsdp2."
         ]
-    found = {
+    return [
         f"ep has the experts shared by {processes} processes, but each layer has {experts} or a multiple of it; set "
-        f"--megatron_lm_expert_model_parallel_size to a divisor of {experts}, or use the strategy file fsdp2.": (
-            experts % processes > 0
-        ),
-        "ep does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no.": precision == "fp16",
-    }
-    return [sentence for sentence, is_wrong in found.items() if is_wrong]
+        f"--megatron_lm_expert_model_parallel_size to a divisor of {experts}, or use the strategy file fsdp2."
+    ]
 
 
 def spread_problems(reasons: Sequence[str]) -> list[str]:

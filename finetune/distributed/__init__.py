@@ -5,10 +5,11 @@ Accelerator, preparation, end), ``weight_loading`` (where weights are loaded, an
 of what is active; whole parameters), ``sharding`` (how much each process holds), ``context`` (rows that several
 processes compute together), ``pipeline`` (one stage of a model's layers), ``pipeline_step`` (micro-batches on their way
 through the stages), ``tensor_parallel`` (a part of each layer), ``expert_parallel`` (a share of a mixture's experts),
-``held_parts`` (what those two have in common), ``part_shards`` (shards of such parts, and of stages), ``clipping``
-(gradients of all parts by one norm), ``model_parts`` (of what a model is a part), ``flat_shards`` (which
-elements of a parameter a process holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
-checkpoints store them), ``weight_copies`` (in 16 bits, which single, ddp, pp, tp and ep compute with),
+``part_groups`` (which processes have parts of the same), ``held_parts`` (what a process has of a model, and what is
+done with the parts of all), ``model_parts`` (how it comes to them), ``part_shards`` (shards of such parts, and of
+stages), ``clipping`` (gradients of all parts by one norm), ``flat_shards`` (which elements of a parameter a process
+holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
+checkpoints store them), ``weight_copies`` (in 16 bits, which single, ddp, pp, tp, ep and tp_pp compute with),
 ``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of
 the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes),
 ``heartbeat`` (lost machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations,
@@ -25,8 +26,8 @@ launch file's ``mixed_precision``; gradients are accumulated and reduced in fp32
 norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
-part       single, ddp, pp, tp, ep     fsdp2, hsdp, cp, ulysses,          zero1, zero2, zero3
-                                       fsdp2_tp, fsdp2_pp
+part       single, ddp, pp, tp, ep,    fsdp2, hsdp, cp, ulysses,          zero1, zero2, zero3
+           tp_pp                       fsdp2_tp, fsdp2_pp, fsdp2_tp_pp
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16
@@ -50,10 +51,11 @@ from finetune.distributed.averaged_weights import AVERAGES, averaged_weights
 from finetune.distributed.context import HOW, shared
 from finetune.distributed.deepspeed_ops import prepare_import
 from finetune.distributed.gpus import machines_of
+from finetune.distributed.held_parts import pipeline_of
 from finetune.distributed.interruption import Interruption, name_of
 from finetune.distributed.long_timeout import long_timeout_gather, main_process_writes
 from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
-from finetune.distributed.pipeline import Pipeline, pipeline_of, trained_everywhere
+from finetune.distributed.model_parts import trained_everywhere
 from finetune.distributed.remembered_weights import RememberedWeights
 from finetune.distributed.setup import finish, leave, prepare, start
 from finetune.distributed.sharded_state import (
@@ -86,7 +88,6 @@ __all__ = [
     "WEIGHTS",
     "Interruption",
     "Piece",
-    "Pipeline",
     "RememberedWeights",
     "Strategy",
     "active_name",

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
 from finetune.config.strategy_names import SHARDED_PARTS
-from finetune.distributed.model_parts import part_of
+from finetune.distributed.held_parts import part_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
 from finetune.hardware.cards import peak_flops

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.compat.peft_private import adapt_own_experts
+from finetune.config.strategy_names import EXPERTS
 from finetune.distributed.held_parts import Held, HeldParts
 from finetune.distributed.strategy import Strategy
 from finetune.models.expert_layers import exchange_tokens, expert_modules
@@ -28,7 +29,7 @@ class ExpertParallel(HeldParts):
         model: whole, with its adapter, not prepared yet. ``settle`` makes its own copy of the share.
     """
 
-    strategy = "ep"
+    split = EXPERTS
     proven_by = "experts"
 
     def __init__(self, model: Any, strategy: Strategy, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class ExpertParallel(HeldParts):
             if held.is_split:
                 parameter.data = held.share.split.take(parameter.data, held.part)
         for module in modules.values():
-            exchange_tokens(module, self.group)
+            exchange_tokens(module, self.groups.parts.group)
         if hasattr(model, "peft_config"):
             adapt_own_experts(model, self.place, size)
 
@@ -52,7 +53,7 @@ class ExpertParallel(HeldParts):
 
     def _owners(self, name: str) -> Any:
         """The processes that have the same values of a parameter; None for all."""
-        return self.replicas if self.held[name].is_split else None
+        return self.groups.replicas.group if self.held[name].is_split else None
 
     def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for is_split in (False, True):  # one after the other: NCCL may hang where two groups are on their way at once

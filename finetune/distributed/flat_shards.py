@@ -22,7 +22,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.compat.deepspeed_private import flat_mapping, in_memory
-from finetune.distributed.held_parts import Held, held_parts_of
+from finetune.distributed.held_parts import Held, part_of
 from finetune.distributed.sharding import engine_of
 from finetune.distributed.strategy import Strategy
 
@@ -49,8 +49,7 @@ class FlatShard:
     keeps_blocks: bool
     """Whether the holders' blocks of ``BLOCK`` elements are also blocks of the whole parameter, on every process."""
     held: Held | None = None
-    """Which part of the parameter it is, or is a shard of, under a strategy that splits each in its own way (tp and
-    ep)."""
+    """Which part of the parameter it is, or is a shard of, where no process has the whole model."""
     stretches: int = 1
     """Ranges of the flattened parameter that it consists of, the first from ``begin`` on. Where there are several, the
     processes of a group have one range together."""
@@ -75,9 +74,9 @@ def flat_shards(strategy: Strategy, model: torch.nn.Module, *, values: bool) -> 
             next one is requested. Without it, holders on disk are empty.
     """
     engine = engine_of(model)
-    if parts := held_parts_of(model):
+    if part := part_of(model):
         for name, parameter in trained_parameters(model):
-            yield from _of_part(parts.held[name], name, parameter)
+            yield from _of_part(part.held[name], name, parameter)
     elif engine is None:
         for name, parameter in trained_parameters(model):
             yield from _of_rows(name, parameter) if isinstance(parameter, DTensor) else _of_whole(name, parameter)
@@ -92,8 +91,8 @@ def _of_whole(name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
 
 
 def _of_part(held: Held, name: str, parameter: torch.Tensor) -> Iterator[FlatShard]:
-    """Tensor and expert parallelism: the whole parameter, equal numbers of its rows, or of its columns; or shards of
-    these."""
+    """Pipelines, tensor and expert parallelism: the whole parameter, equal numbers of its rows, or of its columns; or
+    shards of these."""
     begin, count, first_cut = _rows_of(parameter)
     if not count:
         return

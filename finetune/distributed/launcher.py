@@ -26,7 +26,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
-from finetune.config.strategy_names import SIZES
+from finetune.config.strategy_names import SIZES, Size
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.strategy import native_precision
 from finetune.errors import InputError, first_line
@@ -46,8 +46,8 @@ class StrategyFile:
     communicates: bool
     """Its processes know of each other, even where there is one."""
     mixed_precision: str
-    size_key: str | None
-    """The key that says how many processes do together what the strategy is for, of those in ``SIZES``."""
+    sizes: tuple[Size, ...]
+    """How many processes do together what the strategy is for."""
 
     @classmethod
     def read(cls, path: Path) -> "StrategyFile":
@@ -68,9 +68,10 @@ class StrategyFile:
                 "processes of one; run accelerate launch on each machine, or remove num_machines."
             )
         parts: dict[str, Any] = {**(settings.parallelism_config or {}), **(settings.megatron_lm_config or {})}
-        size_key = next((size.key for size in SIZES.values() if int(parts.get(size.key, 1)) > 1), None)
+        asked = {size for sizes in SIZES.values() for size in sizes if int(parts.get(size.key, 1)) > 1}
+        sizes = next((each for each in SIZES.values() if set(each) == asked), ())
         communicates = settings.distributed_type != DistributedType.NO
-        return cls(path, communicates, settings.mixed_precision or "no", size_key)
+        return cls(path, communicates, settings.mixed_precision or "no", sizes)
 
     def precision_here(self) -> str:
         """The precision to compute in: the file's, but fp32 where a CPU has no units for bf16 and would emulate it."""

@@ -1,8 +1,9 @@
 """Pipeline parallelism: each process has some layers, and passes on hidden states, and their gradients back.
 
 The processes of a stage follow one another: of four processes in two stages, ranks 0 and 1 have the first. They are
-replicas, and compute different rows. So gradients are added up within a machine, and hidden states, which are far
-fewer bytes, go between machines.
+replicas, and compute different rows; or they have parts of its layers, and compute the same. So gradients are added up
+within a machine, and hidden states, which are far fewer bytes, go between machines. They are whole, and go to the
+process with the same place in the next stage.
 
 A stage is the whole model's object, in which modules of other stages pass on what they get: names, configuration and
 the model's own forward stay as they are. Every stage calls the loss; in all but the last the model ends it, with what
@@ -14,7 +15,6 @@ parts compute in one pass, which hands hidden states to the other stages and tak
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from finetune.distributed.clipping import clip_parts
-from finetune.distributed.part_shards import whole_part
+from finetune.distributed.part_groups import Groups
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
-from finetune.models.deferred_gradients import DeferredGradients, deferring_layers
+from finetune.models.deferred_gradients import DeferredGradients
 from finetune.models.pipeline_order import Order
 from finetune.models.pipeline_stages import stages_of
 from finetune.models.recomputation import layers_of
@@ -51,34 +50,29 @@ class Pipeline:
 
     Args:
         model: whole, with its adapter, not prepared yet.
-        dtype: in which it computes.
+        groups: of this process.
+        dtype: in which the model computes.
         order: of its stages, in which micro-batches pass them.
+        deferred: gradients of weights that a schedule computes later.
     """
 
-    strategy = "pp"
-
-    def __init__(self, model: Any, strategy: Strategy, device: torch.device, dtype: torch.dtype, order: Order) -> None:
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        groups: Groups,
+        device: torch.device,
+        dtype: torch.dtype,
+        order: Order,
+        deferred: DeferredGradients | None,
+    ) -> None:
         self.stage, self.stages, self.device, self.dtype = strategy.stage, strategy.stages, device, dtype
-        self.order = order
+        self.order, self.deferred = order, deferred
         self.parts = range(strategy.stage, strategy.stages * order.parts, strategy.stages)
         """Of the layers, by their numbers in the model."""
         self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
-        width, ranks = strategy.data_processes, range(strategy.world_size)
-        lines = [list(ranks[row::width]) for row in range(width)]
-        self.line_ranks = lines[strategy.rank % width]
-        """The processes that compute the same rows, in the order of their stages."""
-        self.line = [dist.new_group(each) for each in lines][strategy.rank % width]
-        self.ends = [dist.new_group([each[0], each[-1]]) for each in lines][strategy.rank % width]
-        stages = [list(ranks[first : first + width]) for first in ranks[::width]]
-        self.ranks_of_stage = stages[self.stage]
-        self.replicas = [dist.new_group(each) for each in stages][self.stage]
-        """The processes that have the same layers, or shards of them."""
-        self.shards = strategy.shards
-        """Into which each layer is cut."""
-        self.shares = strategy.shares
-        """Of the rows, that of each process."""
-        self.knowing = [each[-1] for each in lines]
-        """The process that knows the loss, for each share of the rows."""
+        (self.line_ranks, self.line), self.ends = groups.line, groups.ends.group
+        """The processes of all stages between which hidden states go, in the order of these; the first and the last."""
         self.with_copies: Callable[[], AbstractContextManager[None]] = nullcontext
         """Within it several passes share their copies of weights in 16 bits, where there are some."""
         self.running: int | None = None
@@ -89,8 +83,6 @@ class Pipeline:
         """Whether a forward pass is one for answers."""
         self._shape: tuple[int, ...] = ()
         """Of the hidden states of a forward pass."""
-        self.names = {name for name, _ in model.named_parameters()}
-        """Of all parameters of the whole model."""
         trained = [name for name, each in model.named_parameters() if each.requires_grad]
         self._leave_own(model)
         own = {name for name, each in model.named_parameters() if each.device.type != "meta"}
@@ -100,11 +92,8 @@ class Pipeline:
         """The stage that counts each trained parameter: the first that has it."""
         self.shared = [name for name in trained if name in held[0] and name in held[-1]]
         """Embeddings that are the head's weights too."""
-        self.deferred = DeferredGradients(deferring_layers(model)) if order.zero_bubble else None
-        """Gradients of weights that a schedule computes later."""
         self.shells = {name: each for name, each in model.named_parameters() if name in self.owners and name not in own}
         """Of trained parameters of other stages."""
-        _known[model] = self
 
     def _leave_own(self, model: Any) -> None:
         """Make the modules of other stages pass on what they get, and free their weights."""
@@ -116,7 +105,7 @@ class Pipeline:
         self.caches = all(hasattr(layer, "self_attn") for layer in places)
         """Whether answers may keep the keys and values of earlier positions: other layers keep other things."""
         own = {part for module in self.modules for part in module.modules()}
-        kept = set(self._of_stage(self.modules))
+        kept = self.own_parameters()
         embedding = model.get_input_embeddings()
         nothing = partial(_nothing, model.config.get_text_config(), self.dtype)
         for number, modules in enumerate(every):
@@ -232,18 +221,9 @@ class Pipeline:
 
     def leave_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave to an optimizer of the whole model what this stage steps."""
-        own = set(self._of_stage(self.modules))
+        own = self.own_parameters()
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each in own]
-
-    def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Put those of some parameters that this stage has on its device, where replicas begin with the weights of the
-        first. Collective."""
-        for name, each in parameters.items():
-            if not each.is_meta:
-                model.get_submodule(name.rpartition(".")[0]).to(self.device)  # quantised weights with their scales
-                if dist.get_world_size(self.replicas) > 1:
-                    dist.broadcast(each.data, self.ranks_of_stage[0], group=self.replicas)
 
     def begin(self, model: torch.nn.Module) -> None:
         """Have the model's forward passes end losses, from here on. A strategy has done by then what it does around
@@ -258,18 +238,9 @@ class Pipeline:
             if name in known and known[name].dtype == torch.bfloat16:
                 dist.broadcast(local_shard(known[name].detach()), self.line_ranks[0], group=self.ends)
 
-    @staticmethod
-    def _of_stage(modules: list[torch.nn.Module]) -> dict[torch.nn.Parameter, None]:
-        return dict.fromkeys(each for module in modules for each in module.parameters())
-
-    @torch.no_grad()
-    def told(self, function: Callable[[], torch.Tensor], *shape: int) -> torch.Tensor:
-        """What a function of one forward pass, without gradients, returns in the last stage; zeros of its shape in the
-        others. Collective over the stages."""
-        try:
-            return function()
-        except PassedOn:
-            return torch.zeros(shape, device=self.device)
+    def own_parameters(self) -> set[torch.nn.Parameter]:
+        """Of the modules of this stage."""
+        return {each for module in self.modules for each in module.parameters()}
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -280,52 +251,26 @@ class Pipeline:
         finally:
             self._answers = False
 
-    def clip(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of all stages by their common norm, which is returned as it was before."""
-        groups = self.shards, self.line, self.replicas
-        return clip_parts(model, max_norm, *groups, counts=self.owns, device=self.device)
-
-    @torch.no_grad()
-    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of each trained parameter of all stages. Collective over the stages."""
-        known = dict(model.named_parameters())
-        for name, owner in self.owners.items():
-            own = known[name].detach()
-            value = whole_part(own) if self.owns(name) else torch.empty(own.shape, dtype=own.dtype, device=self.device)
-            dist.broadcast(value, self.line_ranks[owner], group=self.line)
-            yield name, value
-
     def owns(self, name: str) -> bool:
         """Whether a trained parameter counts as one of this stage: embeddings that are the head's too, of the first."""
         return self.owners[name] == self.stage
 
-    def figures(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Figures of the loss, which the last stage knows; of the same names with zeros in the others. Collective."""
-        names = [list(found)]
-        dist.broadcast_object_list(names, self.line_ranks[-1], group=self.line)
-        zero = torch.zeros((), device=self.device)
-        return found if self.is_last else dict.fromkeys(names[0], (zero, zero))
+    def broadcast(self, value: torch.Tensor, name: str) -> None:
+        """Give all stages the whole value of a trained parameter, of the stage that counts it. Collective."""
+        dist.broadcast(value, self.line_ranks[self.owners[name]], group=self.line)
 
+    def from_the_last(self, names: list[str]) -> list[str]:
+        """What the last stage has. Collective over the stages."""
+        found = [names]
+        dist.broadcast_object_list(found, self.line_ranks[-1], group=self.line)
+        return found[0]
 
-_known: "weakref.WeakKeyDictionary[torch.nn.Module, Pipeline]" = weakref.WeakKeyDictionary()
-
-
-def pipeline_of(model: torch.nn.Module) -> Pipeline | None:
-    """The pipeline that a model is a stage of."""
-    return _known.get(model)
-
-
-@contextmanager
-def trained_everywhere(model: torch.nn.Module) -> Iterator[None]:
-    """Within it parameters that other stages train are trained ones of this model, too: for the list of a result."""
-    shells = pipeline.shells.values() if (pipeline := pipeline_of(model)) else ()
-    for shell in shells:
-        shell.requires_grad = True
-    try:
-        yield
-    finally:
-        for shell in shells:
-            shell.requires_grad = False
+    def add_up_ends(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add up the gradients of embeddings that are the head's weights too, when those of replicas have been: in this
+        order all who have them get the same sum, to the bit. Collective."""
+        if self.is_first or self.is_last:
+            for name in self.shared:
+                dist.all_reduce(gradients[name], group=self.ends)
 
 
 def _nothing(config: Any, dtype: torch.dtype, input_ids: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -18,7 +17,6 @@ from torch.distributed.pipelining import (
 from finetune.data.batches import IGNORED
 from finetune.distributed.pipeline import PassedOn, Pipeline
 from finetune.errors import InputError
-from finetune.optim.rounding import local_shard
 
 LossSum = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -33,7 +31,7 @@ def backward(
     """Forward and backward passes of all micro-batches, in the order of ``models.pipeline_order``. Collective.
 
     Args:
-        scale: a loss to what gradients are of. They are added up over micro-batches and replicas.
+        scale: a loss to what gradients are of. They are added up over micro-batches.
 
     Returns:
         The losses, in the last stage; zeros in the others.
@@ -55,7 +53,6 @@ def backward(
             schedule.step(*[places] * pipeline.is_first, target=target, place=places, return_outputs=False)
     except RuntimeError as error:  # a schedule wraps whatever is raised in a stage
         raise _cause_of(error) from error
-    _reduce(pipeline, model)
     return losses[: len(given)]
 
 
@@ -69,8 +66,10 @@ def _schedule_of(pipeline: Pipeline, parts: list[Any], micro_batches: int, loss:
     return kind(parts[0], micro_batches, **how)
 
 
-def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any, micro_batches: int) -> None:
-    """The memory of a step of so many like this one, with a loss that is multiplied by 0. Collective.
+def shortest_alike(
+    pipeline: Pipeline, model: Any, micro_batch: Any, micro_batches: int
+) -> tuple[list[Any], torch.Tensor]:
+    """The shortest step that takes the memory of one of so many micro-batches like this one, and what takes the rest.
 
     As many are computed as are on their way at a time. For the others there are buffers, of hidden states and of their
     gradients, which a schedule makes for all micro-batches before the first.
@@ -78,9 +77,7 @@ def try_out(pipeline: Pipeline, model: Any, loss_sum: LossSum, micro_batch: Any,
     at_once = pipeline.order.shortest_alike(micro_batches)
     shape = *_next_tokens_of(micro_batch).shape, model.config.get_text_config().hidden_size
     count = 2 * len(pipeline.parts) * (pipeline.order.computed(micro_batches) - at_once)
-    buffers = torch.empty(count, *shape, dtype=pipeline.dtype, device=pipeline.device)
-    backward(pipeline, model, loss_sum, [micro_batch] * at_once, lambda loss: loss * 0)
-    del buffers
+    return [micro_batch] * at_once, torch.empty(count, *shape, dtype=pipeline.dtype, device=pipeline.device)
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -131,26 +128,6 @@ class _Runner(torch.nn.Module):
             return passed.hidden_BTD if passed.hidden_BTD.requires_grad else passed.hidden_BTD.requires_grad_()
         losses[number] = loss.detach()
         return loss.view(1)
-
-
-def _reduce(pipeline: Pipeline, model: torch.nn.Module) -> None:
-    """Add up the gradients of replicas, and then those of embeddings that are the head's too: in this order all who
-    have them get the same sum, to the bit. Those of the processes that share layers have been added up in the backward
-    pass."""
-    own = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if pipeline.shards == 1 < dist.get_world_size(pipeline.replicas):
-        gradients = map(_gradient_of, own.values())
-        for work in [dist.all_reduce(each, group=pipeline.replicas, async_op=True) for each in gradients]:
-            work.wait()
-    if pipeline.is_first or pipeline.is_last:
-        for name in pipeline.shared:
-            dist.all_reduce(local_shard(_gradient_of(own[name])), group=pipeline.ends)
-
-
-def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:  # of experts that no token of this process has passed, for example
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _next_tokens_of(micro_batch: Any) -> torch.Tensor:

@@ -26,14 +26,14 @@ from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
-from finetune.distributed.model_parts import take_part
+from finetune.distributed.model_parts import take_part, trained_everywhere
 from finetune.distributed.part_shards import shard_part
-from finetune.distributed.pipeline import pipeline_of, trained_everywhere
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
 from finetune.distributed.weight_copies import compute_with_copies
 from finetune.errors import InputError
 from finetune.hardware import cores
+from finetune.models.pipeline_order import Order
 from finetune.optim.averaging import keep_averages
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -250,13 +250,20 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     *,
     weights: str,
+    order: Order | None = None,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Shard or wrap model and optimizer as the launch requested, and prove that it happened.
+
+    Args:
+        weights: ``fp32_master`` or ``bf16``.
+        order: in which micro-batches pass the stages of a pipeline; 1F1B without it.
 
     Raises:
         RuntimeError: if the active strategy is not the requested one.
     """
-    part, dtype = take_part(model, strategy, accelerator.device), compute_dtype(strategy, weights)
+    dtype = compute_dtype(strategy, weights)
+    part = take_part(model, optimizer, strategy, accelerator.device, dtype, order or Order(strategy.stages))
+    pipeline = part.pipeline if part else None
     makes_masters = weights == "fp32_master" and not strategy.is_deepspeed  # DeepSpeed makes its own
 
     def settle(parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -268,10 +275,10 @@ def prepare(
 
     with trained_everywhere(model):
         if part and strategy.shards_parts:
-            shard_part(model, optimizer, part.replicas, settle, device=accelerator.device, dtype=dtype)
+            holders = part.groups.replicas.group
+            shard_part(model, optimizer, holders, settle, device=accelerator.device, dtype=dtype)
         else:
             settle(dict(model.named_parameters()))
-    pipeline = pipeline_of(model)
     if makes_masters and strategy.keeps_parameters and dtype != torch.float32:
         with_copies = compute_with_copies(model, dtype)
         if pipeline:

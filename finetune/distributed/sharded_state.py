@@ -22,8 +22,7 @@ import torch
 
 from finetune.compat.deepspeed_private import drop_gathered_weights, in_memory, step_partition, write_compute_weights
 from finetune.distributed.flat_shards import BLOCK, FlatShard, flat_shards
-from finetune.distributed.held_parts import Held
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.held_parts import Held, part_of
 from finetune.distributed.sharding import engine_of, reshard
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError
@@ -93,12 +92,12 @@ def _own(
 ) -> Iterator[tuple[Piece, FlatShard]]:
     """The pieces of each shard; those that are no one range have the values of this process alone."""
     reshard(model)
-    pipeline = pipeline_of(model)
+    part = part_of(model)
     inner = inner_optimizer(model, optimizer)
     for shard in flat_shards(strategy, model, values=True):
         first, end = shard.offset, shard.offset + shard.count
         values = _flat(shard.holder)[first:end]
-        writes = pipeline is None or pipeline.owns(shard.name)
+        writes = part is None or part.owns(shard.name)
         known: dict[str, Any] = {"writes": writes, "held": shard.held}
         yield _piece(strategy, f"{WEIGHTS}{shard.name}", shard.shape, shard.begin, values, **known), shard
         state = state_of(inner, shard.holder)
@@ -123,8 +122,6 @@ def _state_piece(
         first, end, shape = 0, flat.numel(), tuple(value.shape)
     if blockwise and not shard.keeps_blocks:
         cut, number = f"{strategy.world_size} processes", strategy.shard
-        if strategy.stages > 1:  # each layer is in one stage
-            cut = f"{strategy.shards} processes"
         if shard.held is not None:  # replicas, however many, hold the same
             cut = f"{shard.held.share.split.parts} processes" + (f", {strategy.shards} shards" * (strategy.shards > 1))
             number += shard.held.part * strategy.shards
@@ -149,10 +146,7 @@ def _piece(
         held: as ``FlatShard.held``.
     """
     replicas, replica = strategy.world_size // strategy.shards, strategy.rank // strategy.shards
-    if strategy.stages > 1:
-        replicas = strategy.data_processes // strategy.shards
-        replica = strategy.rank % strategy.data_processes // strategy.shards
-    elif held is not None:
+    if held is not None:
         replicas, replica = held.holders, held.holder
     return Piece(name, shape, begin, values, _shared(values.numel() if writes else 0, replica, replicas))
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.distributed.held_parts import held_parts_of
-from finetune.distributed.part_shards import share_of
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.held_parts import part_of
 from finetune.distributed.strategy import Strategy
 from finetune.optim.rounding import local_shard
 from finetune.units import size_text
@@ -36,6 +34,8 @@ class Sharding:
     """Of the modules of this stage; or of the parts of layers that this process should have, with what is whole."""
     parts: int | None = None
     """Of the layers that this stage has."""
+    split: int | None = None
+    """Processes over which each layer of this stage is split in turn."""
     cuts: int | None = None
     """Processes over which a stage, or the parts of layers that one process would have, are sharded in turn."""
 
@@ -58,6 +58,7 @@ class Sharding:
         if self.layers is not None:
             line += f" of {size_text(self.total_bytes)}, {self.layers} layers in a pipeline of {self.shards} stages"
             line += f" of {self.parts} parts" if self.parts != 1 else ""
+            line += f", each layer split over {self.split} processes" if self.split else ""
         elif self.share_bytes is not None:
             line += f" of {size_text(self.total_bytes)}, those of a layer split over {self.shards} processes"
         else:
@@ -76,17 +77,14 @@ def sharding_of(strategy: Strategy, model: torch.nn.Module, optimizer: torch.opt
     parameters: list[Any] = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     cuts = strategy.shards if strategy.shards_parts else None
-    if pipeline := pipeline_of(model):
-        total = sum(each.nbytes for name, each in model.named_parameters() if name in pipeline.names)
-        own = {each for module in pipeline.modules for each in module.parameters()}
-        share = sum(share_of(each.nbytes, each.shape, pipeline.shards) for each in own)
-        of_stage = _constants(model), pipeline.layers, share, len(pipeline.parts)
-        held_bytes = _bytes([*map(local_shard, parameters)])
-        return Sharding("weights", strategy.stages, total, held_bytes, *of_stage, cuts=cuts)
-    if parts := held_parts_of(model):
-        total, share, held_bytes = parts.bytes_of_shares(model)
-        of_parts = parts.proven_by, parts.size, total, held_bytes, _constants(model)
-        return Sharding(*of_parts, share_bytes=share, cuts=cuts)
+    if part := part_of(model):
+        total, share, held_bytes = part.bytes_of_shares(model)
+        known: dict[str, Any] = {"share_bytes": share, "cuts": cuts}
+        if pipeline := part.pipeline:
+            split = part.size if part.size > 1 else None
+            known |= {"layers": pipeline.layers, "parts": len(pipeline.parts), "split": split}
+        number = strategy.stages if pipeline else part.size
+        return Sharding(part.proven_by, number, total, held_bytes, _constants(model), **known)
     stage = engine.zero_optimization_stage() if (engine := engine_of(model)) else 0
     if stage == 3:
         masters = [m for m in engine.optimizer.fp32_partitioned_groups_flat if m.numel()]  # none, if they lie on disk

@@ -1,5 +1,6 @@
 """The launch, from the environment that ``accelerate launch`` sets, and whether it can work here."""
 
+import math
 import os
 import platform
 from collections.abc import Iterable
@@ -10,7 +11,16 @@ import torch
 
 from finetune.compat.torch_private import cpu_computes_bf16
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
-from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES, TOGETHER
+from finetune.config.strategy_names import (
+    EXPERTS,
+    IN_PARTS,
+    SHARDED_PARTS,
+    SIZES,
+    TOGETHER,
+    Size,
+    in_parts,
+    not_sharded,
+)
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
 from finetune.start_up import was_launched
@@ -35,11 +45,11 @@ class Strategy:
     context: int = 1
     """Processes that compute each row together: the number in the launch file for cp and ulysses."""
     stages: int = 1
-    """Processes of a pipeline, each of which has some of the layers: the number in the launch file for pp
-    and fsdp2_pp."""
+    """Into which the layers are divided, each on processes of its own: the number in the launch file for pp, and
+    wherever there are pipelines."""
     tensor: int = 1
     """Processes that split the weights of each layer, and compute the same rows: the number in the launch file for
-    tp and fsdp2_tp."""
+    tp, and wherever layers are split."""
     experts: int = 1
     """Processes that share the experts of each layer: the number in the launch file for ep."""
     parent: int = field(default_factory=os.getppid, compare=False)
@@ -107,7 +117,7 @@ class Strategy:
     @property
     def stage(self) -> int:
         """Which part of the layers this process has."""
-        return self.rank // self.data_processes if self.stages > 1 else 0
+        return self.rank * self.stages // self.world_size
 
     @property
     def shards(self) -> int:
@@ -162,49 +172,51 @@ def _together() -> tuple[str, int]:
         InputError: if it is asked for with what it does not work with.
     """
     environ = os.environ
-    asked = _asked(TOGETHER)
+    names = {size: name for name in TOGETHER for size in SIZES[name]}
+    asked = _asked(names)
     if not asked:
         return "", 1
-    name, *others = asked
-    key = SIZES[name].key
-    if others:
+    (size, number), *others = asked.items()
+    name, key = names[size], size.key
+    for other, processes in others:
         raise InputError(
-            f"The launch file sets {key} to {asked[name]} and {SIZES[others[0]].key} to {asked[others[0]]}, but "
-            "processes spread rows in one of these ways; set the other to 1."
+            f"The launch file sets {key} to {number} and {other.key} to {processes}, but processes spread rows in one "
+            "of these ways; set the other to 1."
         )
     if environ.get("ACCELERATE_USE_FSDP") != "true":
         raise InputError(
-            f"The launch file sets {key} to {asked[name]}, but not distributed_type to FSDP, without which processes "
+            f"The launch file sets {key} to {number}, but not distributed_type to FSDP, without which processes "
             f"do not share rows here; use the strategy file {name}, or set {key} to 1."
         )
     if environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1":
         raise InputError(
-            f"The launch file asks for replicas and sets {key} to {asked[name]}, but {name} shards weights over all "
+            f"The launch file asks for replicas and sets {key} to {number}, but {name} shards weights over all "
             f"processes; set parallelism_config_dp_replicate_size to 1, or {key} to 1."
         )
     if environ.get("FSDP_OFFLOAD_PARAMS") == "true":
         raise InputError(
-            f"The launch file sets fsdp_offload_params to true and {key} to {asked[name]}, but {name} keeps weights on "
+            f"The launch file sets fsdp_offload_params to true and {key} to {number}, but {name} keeps weights on "
             "the GPUs; set fsdp_offload_params to false, or use the strategy file fsdp2_offload."
         )
-    return name, asked[name]
+    return name, number
 
 
 def _megatron() -> tuple[str, dict[str, int]]:
-    """The strategy that is asked for by the keys of Megatron-LM, and its size by the name of its field.
+    """The strategy that is asked for by the keys of Megatron-LM, and its sizes by the names of their fields.
 
     Raises:
         InputError: if it is asked for with what it does not work with.
     """
-    asked = _asked(IN_PARTS)
-    if len(asked) > 1:
-        found = " and ".join(f"{SIZES[name].key} to {size}" for name, size in asked.items())
-        raise InputError(f"The launch file sets {found}, which do not go together here; set all but one of them to 1.")
+    asked = _asked(dict.fromkeys(size for name in IN_PARTS for size in SIZES[name]))
     if not asked:
-        keys = " or ".join(f"{SIZES[name].key} (strategy file {name})" for name in IN_PARTS)
-        raise InputError(f"The launch file asks for a pipeline of one stage; set {keys} to 2 or more.")
-    ((name, size),) = asked.items()
-    field = SIZES[name].field
+        keys = {SIZES[name][0].key: name for name in IN_PARTS if len(SIZES[name]) == 1}
+        known = " or ".join(f"{key} (strategy file {name})" for key, name in keys.items())
+        raise InputError(f"The launch file asks for a pipeline of one stage; set {known} to 2 or more.")
+    if (name := in_parts(asked)) is None:
+        found = " and ".join(f"{size.key} to {number}" for size, number in asked.items())
+        raise InputError(
+            f"The launch file sets {found}, but experts are shared alone here; set {EXPERTS.key} to 1, or the others."
+        )
     if os.environ.get("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "").lower() == "true":
         if name not in SHARDED_PARTS:
             raise InputError(
@@ -212,13 +224,13 @@ def _megatron() -> tuple[str, dict[str, int]]:
                 "processes hold; set it to false, or use the strategy file fsdp2."
             )
         name = SHARDED_PARTS[name]
-    return name, {field: size}
+    return name, {size.field: number for size, number in asked.items()}
 
 
-def _asked(strategies: Iterable[str]) -> dict[str, int]:
-    """The sizes of those of some strategies that are asked for: by more than one process."""
-    sizes = {name: int(os.environ.get(SIZES[name].key.upper(), "1")) for name in strategies}
-    return {name: size for name, size in sizes.items() if size > 1}
+def _asked(sizes: Iterable[Size]) -> dict[Size, int]:
+    """Those of some sizes that are asked for: with more than one process."""
+    numbers = {size: int(os.environ.get(size.key.upper(), "1")) for size in sizes}
+    return {size: number for size, number in numbers.items() if number > 1}
 
 
 def _zero_name() -> str:
@@ -289,12 +301,13 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             f"{strategy.name} was launched with one process, and this machine has {gpus} GPUs; launch with "
             f"--num_processes {gpus}, or set CUDA_VISIBLE_DEVICES to the GPU that is meant."
         )
-    size = SIZES.get(strategy.name)
-    together = getattr(strategy, size.field) if size else 1
-    if size and processes % together:
+    sizes = SIZES.get(strategy.name, ())
+    together = math.prod(getattr(strategy, size.field) for size in sizes)
+    if processes % together:
+        launched = " and ".join(f"{getattr(strategy, size.field)} {size.what}" for size in sizes)
         found.append(
-            f"{strategy.name} was launched with {together} {size.what}, but with {processes} "
-            f"process{'es' if processes > 1 else ''}; launch a multiple of {together}, or set --{size.key}."
+            f"{strategy.name} was launched with {launched}, but with {processes} process{'es' if processes > 1 else ''}"
+            f"; launch a multiple of {together}, or set {' or '.join(f'--{size.key}' for size in sizes)}."
         )
     if replicas > 1 and (processes % replicas or processes < 2 * replicas):
         found.append(
@@ -302,10 +315,10 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
         )
     if strategy.shards_parts and processes == together:
-        plain = next(name for name, sharded in SHARDED_PARTS.items() if sharded == strategy.name)
         found.append(
             f"{strategy.name} shards each part of the model over the processes that have the same, but each of the "
-            f"{processes} processes has another one; launch {2 * processes} or more, or use the strategy file {plain}."
+            f"{processes} processes has another one; launch {2 * processes} or more, or use the strategy file "
+            f"{not_sharded(strategy.name)}."
         )
     if strategy.mixed_precision not in DTYPES:
         found.append(precision_problem(strategy.mixed_precision))

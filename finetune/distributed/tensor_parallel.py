@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from finetune.config.strategy_names import TENSOR
 from finetune.distributed.held_parts import HeldParts
+from finetune.distributed.part_groups import Together
 from finetune.distributed.strategy import Strategy
 from finetune.models import quantization, tensor_layers, tensor_plan
 
@@ -22,35 +24,32 @@ class TensorParallel(HeldParts):
     """This process's part of a model, whose layers compute with the group's other processes from here on. Collective.
 
     Args:
-        model: whole, with its adapter, not prepared yet. ``settle`` leaves its part of it.
+        model: whole, with its adapter, not prepared yet. ``settle`` leaves its part of what its stage has.
     """
 
-    strategy = "tp"
+    split = TENSOR
 
     def __init__(self, model: Any, strategy: Strategy, device: torch.device) -> None:
         size = strategy.tensor
         layers, shares = tensor_plan.layers_of(model, size), tensor_plan.shares_of(model, size)
         splits_vocabulary = tensor_plan.splits_vocabulary(model, size)
         super().__init__(model, strategy, device, size, shares)
-        numbers = sorted({held.copies for held in self.held.values()})
-        self._same = {copies: self._of_same(copies, strategy.rank) for copies in numbers}
-        """By how many processes of a group hold the same part: those that hold this one's, and the first of them."""
-        tensor_layers.split_forward(model, layers, self.group)
+        numbers = sorted({held.copies for held in self.held.values()} - {1})
+        self._same = {copies: self._of_same(copies, strategy) for copies in numbers}
+        """By how many processes of a group hold the same part, where several do: those that hold this one's."""
+        group = self.groups.parts.group
+        tensor_layers.split_forward(model, layers, group)
         if splits_vocabulary:
-            tensor_layers.split_embedding(model.get_input_embeddings(), self.place, self.group)
+            tensor_layers.split_embedding(model.get_input_embeddings(), self.place, group)
+
+    def _of_same(self, copies: int, strategy: Strategy) -> Together:
+        ranks = range(strategy.world_size)
+        return self.groups.own([ranks[first : first + copies] for first in ranks[::copies]])
 
     def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         for name, parameter in parameters.items():
-            parameter.data = self._own(model, name, parameter)
-
-    def _of_same(self, copies: int, rank: int) -> tuple[Any, int]:
-        found: tuple[Any, int] = (None, rank)
-        for every in self.groups:
-            for first in every[::copies]:
-                same = [*range(first, first + copies)]
-                group = dist.new_group(same)
-                found = (group, first) if rank in same else found
-        return found
+            if not parameter.is_meta:  # of another stage
+                parameter.data = self._own(model, name, parameter)
 
     def _own(self, model: torch.nn.Module, name: str, parameter: Any) -> torch.Tensor:
         """The values of this process, with no memory of the others'. All begin with those of the first. Collective."""
@@ -63,11 +62,9 @@ class TensorParallel(HeldParts):
         if is_quantised:
             parameter.quant_state.to(self.device)
         own = own.to(self.device).clone(memory_format=torch.contiguous_format)
-        if held.copies > 1:
-            group, first = self._same[held.copies]
-            dist.broadcast(own, first, group=group)
-        if len(self.same_place) > 1:
-            dist.broadcast(own, self.same_place[0], group=self.replicas)
+        for same in (self._same.get(held.copies), self.groups.replicas):
+            if same and len(same.ranks) > 1:
+                dist.broadcast(own, same.ranks[0], group=same.group)
         return own
 
     def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -75,10 +72,9 @@ class TensorParallel(HeldParts):
         the processes that share a part have been added up in the backward pass."""
         for name, gradient in gradients.items():
             held = self.held[name]
-            group, first = self._same[held.copies]
-            if held.copies > 1 and held.share.is_partial:
-                dist.all_reduce(gradient, group=group)
-            elif held.copies > 1:
-                dist.broadcast(gradient, first, group=group)
-            if len(self.same_place) > 1 and self.shards == 1:
-                dist.all_reduce(gradient, group=self.replicas)
+            same = self._same.get(held.copies)
+            if same and held.share.is_partial:
+                dist.all_reduce(gradient, group=same.group)
+            elif same:
+                dist.broadcast(gradient, same.ranks[0], group=same.group)
+        super()._reduce(gradients)

@@ -10,7 +10,8 @@ gradients of ``down_proj`` came out wrong, with no error), and layers that are r
 weights anew. So here the layers split it, in one pass through the graph, and tell the schedule what is left to do (its
 ``dw_builder``).
 
-Limits: embeddings, norms, biases, experts and adapters get their gradients at once, and the head with the loss.
+Limits: embeddings, norms, biases, experts and adapters get their gradients at once, and the head with the loss. So do
+layers whose inputs are split and that have a bias, which is added to their sum.
 """
 
 from collections import deque

@@ -20,13 +20,13 @@ from finetune.config.compatibility import (
     pipeline_problems,
     reference_problems,
     refusal,
+    scaling_problems,
     split_problems,
     spread_problems,
     stage_problems,
-    tensor_problems,
 )
 from finetune.config.refusals import batch_problems, recomputation_problems
-from finetune.config.strategy_names import SHARDED_PARTS, SIZES, TOGETHER
+from finetune.config.strategy_names import EXPERTS, SHARDED_PARTS, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import (
@@ -39,7 +39,7 @@ from finetune.planner.changes import (
 from finetune.planner.judged_rows import Row, gpu_need, judged
 from finetune.planner.model import Model
 from finetune.planner.question import Question
-from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
+from finetune.trace.placement import SIZE_OF, SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Method, Setting
 
 SAME_SETTING_SPEED = 0.01
@@ -134,9 +134,9 @@ def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, Any
     Args:
         layers: of the model.
     """
-    if strategy not in SIZES:
+    if strategy not in SIZE_OF:
         return [{}]
-    field, world_size = SIZES[strategy].field, machines.world_size
+    field, world_size = SIZE_OF[strategy].field, machines.world_size
     inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
     numbers = range(2, min(world_size, layers) + 1) if field == "stages" else [n for n in SPLITS if n <= inside]
     possible = [each for each in numbers if world_sizes_problem(strategy, world_size, each) is None]
@@ -172,6 +172,7 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or next(iter(_tensor_problems(model, setting)), None)
         or next(iter(_pipeline_problems(model, setting)), None)
         or refusal(setting.cell)
+        or next(iter(scaling_problems(setting.strategy, precision=setting.precision)), None)
         or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
         or next(iter(reference_problems(setting.strategy, setting.reference)), None)
         or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
@@ -183,9 +184,9 @@ def why_not(model: Model, setting: Setting) -> str | None:
 
 def _expert_problems(model: Model, setting: Setting) -> list[str]:
     """Of a strategy that shares experts even where these GPUs cannot: the model may have none."""
-    shares = setting.experts > 1 or SIZES.get(setting.strategy) == SIZES["ep"]
+    shares = setting.experts > 1 or SIZE_OF.get(setting.strategy) == EXPERTS
     processes = max(2, setting.experts) if shares else 1
-    return expert_problems("this model", model.anatomy.experts, processes, setting.precision)
+    return expert_problems("this model", model.anatomy.experts, processes)
 
 
 def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
@@ -198,7 +199,6 @@ def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
         schedule=setting.pipeline_schedule,
         embedding_noise=setting.embedding_noise,
         paired=setting.paired,
-        precision=setting.precision,
     )
 
 
@@ -215,9 +215,7 @@ def _tensor_problems(model: Model, setting: Setting) -> list[str]:
         for parts, bits, reason in model.anatomy.not_split
         if (parts, bits) == (setting.tensor, None if setting.bits is None else 4)
     ]
-    return split_problems(setting.strategy, reasons, []) + tensor_problems(
-        setting.strategy, precision=setting.precision
-    )
+    return split_problems(setting.strategy, reasons, [])
 
 
 def _context_problems(model: Model, setting: Setting) -> list[str]:

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.config.compatibility import bf16_weights_problems
-from finetune.config.strategy_names import SHARDED_PARTS, SIZES
-from finetune.trace.placement import PLANNED, SPLITS, placement_of, world_sizes_problem
+from finetune.config.strategy_names import SHARDED_PARTS
+from finetune.trace.placement import PLANNED, SIZE_OF, SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
@@ -103,7 +103,7 @@ def sharded(setting: Setting) -> list[Setting]:
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
     apart = replace(setting, **APART, **PLAIN_1F1B, accumulation=setting.accumulation // together)
-    for strategy in (each for each in PLANNED if each not in SIZES):
+    for strategy in (each for each in PLANNED if each not in SIZE_OF):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = tuple(parts * each for each in (here.weight_shards, here.gradient_shards, here.optimizer_shards))

@@ -99,12 +99,9 @@ def build_optimizer(
     model: Any,
     cfg: sections.Run,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters of a model that is not prepared yet.
-
-    Under pp the model has those of this process's stage from here on.
-    """
+    """The optimizer over the trained parameters of a model that is not prepared yet."""
     train = cfg.train
-    built = optimizers.build_optimizer(
+    return optimizers.build_optimizer(
         model,
         name=train.optimizer,
         learning_rate=train.learning_rate,
@@ -119,8 +116,3 @@ def build_optimizer(
         lora_plus_ratio=cfg.adapter.lora_plus_ratio,
         ema_decay=train.ema_decay,
     )
-    if launch.stages > 1:  # of the whole model it has been built, by which rates and groups go
-        dtype = distributed.compute_dtype(launch, train.weights)
-        order = opening.order_of(cfg, launch)
-        distributed.Pipeline(model, launch, accelerator.device, dtype, order).leave_own(built)
-    return built

@@ -24,11 +24,11 @@ from finetune.config.compatibility import (
     heads_problems,
     pipeline_problems,
     router_problems,
+    scaling_problems,
     shard_problems,
     split_problems,
     spread_problems,
     stage_problems,
-    tensor_problems,
 )
 from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
@@ -99,10 +99,9 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
             schedule=cfg.train.pipeline_schedule,
             paired=isinstance(cfg, PairedRun),
             embedding_noise=cfg.train.neftune_alpha > 0,
-            precision=launch.mixed_precision,
         )
         + _fp8_problems(cfg, launch, bits)
-        + tensor_problems(launch.name, precision=launch.mixed_precision)
+        + scaling_problems(launch.name, precision=launch.mixed_precision)
         + batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes)
         + configuration_problems(cfg)
         + trackers.problems(cfg.log.trackers)
@@ -281,14 +280,15 @@ def _context_problems(spec: ModelSpec, launch: distributed.Strategy, dtype: torc
 def _part_problems(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> list[str]:
     """Why the model cannot be divided into what the strategy gives each process: stages, parts of layers, experts."""
     skeleton, kind = spec.skeleton, type(spec.skeleton).__name__
+    found = expert_problems(kind, expert_layers.experts_of(skeleton), launch.experts)
     if launch.stages > 1:
         layers = len(pipeline_stages.units_of(skeleton))
-        return stage_problems(launch.name, kind, layers, launch.stages, cfg.train.pipeline_parts)
+        found += stage_problems(launch.name, kind, layers, launch.stages, cfg.train.pipeline_parts)
     if launch.tensor > 1:
         saved = sorted(tensor_plan.split_names(skeleton) & set(cfg.adapter.modules_to_save))
         reasons = list(tensor_plan.why_not(skeleton, launch.tensor, bits=spec.quantised_bits))
-        return split_problems(launch.name, reasons, saved)
-    return expert_problems(kind, expert_layers.experts_of(skeleton), launch.experts, launch.mixed_precision)
+        found += split_problems(launch.name, reasons, saved)
+    return found
 
 
 def weight_files(spec: ModelSpec, adapter: sections.Adapter) -> list[Path]:

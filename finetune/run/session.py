@@ -179,8 +179,8 @@ class Session:
             RuntimeError: if the strategy that was asked for is not the one that is active.
             InputError: if the heaviest micro-batch does not fit.
         """
-        known = self.accelerator, self.launch, model, optimizer
-        self.model, self.optimizer = distributed.prepare(*known, weights=self.cfg.train.weights)
+        known, order = (self.accelerator, self.launch, model, optimizer), opening.order_of(self.cfg, self.launch)
+        self.model, self.optimizer = distributed.prepare(*known, weights=self.cfg.train.weights, order=order)
         self.objective = evaluation.known_everywhere(self.objective, self.model)
         sharding = distributed.sharding_of(self.launch, self.model, self.optimizer)
         self.record = replace(self.record, strategy=self.record.strategy | {"sharding": sharding.record()})

@@ -12,6 +12,7 @@ from finetune.config.strategy_names import SIZES
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped, refuse_if_any
+from finetune.models.pipeline_order import deferred_share
 from finetune.models.spec import ModelSpec
 from finetune.optim.rounded_adamw import has_kernel
 from finetune.planner import REPLICAS, RunPlan, Setting
@@ -149,8 +150,10 @@ def _plan(
 def advice_on_memory(cfg: sections.Run, launch: distributed.Strategy) -> str:
     """What of a configuration would take less memory, the cheapest first."""
     rows = cfg.train.least_micro_batch_size
+    zero_bubble = cfg.train.pipeline_schedule == "zero_bubble"
+    deferred = deferred_share(float(zero_bubble), adapter=cfg.adapter.type, fp8=cfg.model.fp8)
     smaller = {
-        "train.pipeline_schedule 1f1b": cfg.train.pipeline_schedule != "1f1b" and cfg.train.pipeline_parts == 1,
+        "train.pipeline_schedule 1f1b": bool(deferred) and cfg.train.pipeline_parts == 1,
         "train.pipeline_parts 1": cfg.train.pipeline_parts > 1,
         f"train.micro_batch_size {rows // 2}": rows > 1,
         "train.activation_checkpointing full": cfg.train.activation_checkpointing not in ("full", "offload"),
@@ -167,6 +170,6 @@ def advice_on_memory(cfg: sections.Run, launch: distributed.Strategy) -> str:
 
 def _on_more(launch: distributed.Strategy) -> str:
     """GPUs than there are, of which each then has less."""
-    if (size := SIZES.get(launch.name)) is None:
+    if not (sizes := SIZES.get(launch.name)):
         return f"on more GPUs than {launch.world_size} with a strategy that shards"
-    return f"with more {size.what} than {getattr(launch, size.field)} (--{size.key})"
+    return " or ".join(f"with more {size.what} than {getattr(launch, size.field)} (--{size.key})" for size in sizes)

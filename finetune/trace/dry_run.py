@@ -18,7 +18,6 @@ from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
 from finetune.compat.torch_private import without_modes
 from finetune.config.compatibility import refusal
-from finetune.config.strategy_names import SIZES
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
@@ -37,7 +36,7 @@ from finetune.trace.patches import (
     routers_are_balanced,
     scores_in_two_parts,
 )
-from finetune.trace.placement import LAUNCHES_ONE_PART, world_sizes_problem
+from finetune.trace.placement import LAUNCHES_ONE_PART, SIZE_OF, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
@@ -116,7 +115,7 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{name}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    if size := SIZES.get(name):
+    if size := SIZE_OF.get(name):
         os.environ[size.key.upper()] = str(getattr(setting, size.field))
     is_distributed = setting.placement.framework != "plain"
     if is_distributed:

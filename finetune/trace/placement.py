@@ -11,8 +11,10 @@ from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES, TOG
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
-PLANNED = STRATEGIES
-"""Strategies that the planner knows: all of them."""
+PLANNED = tuple(strategy for strategy in STRATEGIES if len(SIZES.get(strategy, ())) < 2)
+"""Strategies that the planner knows."""
+SIZE_OF = {strategy: size for strategy in PLANNED for size in SIZES.get(strategy, ())}
+"""The size of each that has one."""
 SPLITS = (2, 4, 8)
 """Numbers of GPUs that may share each row, each layer or its experts, inside a machine."""
 ONE_PART = "fsdp2_tp"
@@ -117,8 +119,8 @@ def world_sizes_problem(strategy: str, world_size: int, size: int = 1) -> str | 
     Args:
         size: GPUs that do together what the strategy is for.
     """
-    if strategy in SIZES and (size == 1 or world_size % size):
-        return TAKEN_TOGETHER[SIZES[strategy].field].format(strategy=strategy, size=max(2, size))
+    if strategy in SIZE_OF and (size == 1 or world_size % size):
+        return TAKEN_TOGETHER[SIZE_OF[strategy].field].format(strategy=strategy, size=max(2, size))
     if strategy in SHARDED_PARTS.values() and world_size == size:
         return f"{strategy} shards each part over the GPUs that have the same one; take at least {2 * size} of them."
     if strategy == "single" and world_size > 1:

@@ -9,11 +9,11 @@ from finetune.config import sections
 from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
-from finetune.config.strategy_names import SHARDED_PARTS, SIZES
+from finetune.config.strategy_names import SHARDED_PARTS
 from finetune.models.pipeline_order import Order
-from finetune.trace.placement import Placement, placement_of
+from finetune.trace.placement import SIZE_OF, Placement, placement_of
 
-APART: dict[str, Any] = {size.field: 1 for size in SIZES.values()}
+APART: dict[str, Any] = {size.field: 1 for size in SIZE_OF.values()}
 """Sizes of a setting whose GPUs do nothing together."""
 
 
@@ -177,7 +177,7 @@ class Setting:
     @property
     def size(self) -> int:
         """GPUs that do together what the strategy is for; 1 where it is for nothing of the kind."""
-        return getattr(self, SIZES[self.strategy].field) if self.strategy in SIZES else 1
+        return getattr(self, SIZE_OF[self.strategy].field) if self.strategy in SIZE_OF else 1
 
     @property
     def shards_parts(self) -> bool:

@@ -17,8 +17,7 @@ from finetune.data.encoding import Row
 from finetune.data.prompt_texts import room_problems
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
-from finetune.distributed.model_parts import part_of
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.held_parts import part_of, pipeline_of
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.training import documents

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from finetune.distributed import pipeline_step
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.held_parts import part_of
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError
 from finetune.training.loss import LossSum
@@ -48,9 +47,8 @@ def check_memory(
         with torch.random.fork_rng(gpus):
             occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
             micro_batch = make_micro_batch()
-            if pipeline := pipeline_of(model):
-                micro_batches = accelerator.gradient_accumulation_steps
-                pipeline_step.try_out(pipeline, model, loss_sum, micro_batch, micro_batches)
+            if part := part_of(model):
+                part.try_out(model, loss_sum, micro_batch, accelerator.gradient_accumulation_steps)
             elif engine is None:
                 accelerator.backward(loss_sum(model, micro_batch) * 0)
             else:  # not as Accelerate does it, for it would step

@@ -14,10 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from finetune.distributed import pipeline_step
-from finetune.distributed.held_parts import held_parts_of
-from finetune.distributed.model_parts import part_of
-from finetune.distributed.pipeline import pipeline_of
+from finetune.distributed.held_parts import part_of, pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.training.loss import LossSum
 
@@ -40,11 +37,8 @@ def backward(
     Returns:
         The sum of the loss of each micro-batch, detached.
     """
-    scale = partial(scaled, factor=1 / divide_by)
-    if pipeline := pipeline_of(model):
-        return pipeline_step.backward(pipeline, model, loss_sum, micro_batches, scale)
-    if parts := held_parts_of(model):
-        return parts.backward(model, loss_sum, micro_batches, scale)
+    if part := part_of(model):
+        return part.backward(model, loss_sum, micro_batches, partial(scaled, factor=1 / divide_by))
     return [_backward(accelerator, model, loss_sum, each, divide_by) for each in micro_batches]
 
 

@@ -3,10 +3,10 @@
 import shlex
 from collections.abc import Iterable
 
-from finetune.config.strategy_names import SIZES
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question
+from finetune.trace.placement import SIZE_OF
 from finetune.trace.setting import Setting
 
 WIDTH = 80
@@ -34,7 +34,7 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
         ["--config_file", f"accelerate_configs/{setting.strategy}.yaml"],
         ["--num_processes", str(setting.world_size)],
     ]
-    if size := SIZES.get(setting.strategy):
+    if size := SIZE_OF.get(setting.strategy):
         flags.append([f"--{size.key}", str(setting.size)])
     if machines.nodes > 1:
         flags += [
