@@ -45,17 +45,27 @@ def shard_part(
         group["params"] = []  # which would keep the memory of whole parts
     del names
     elsewhere = {parameter for parameter in model.parameters() if parameter.is_meta}  # of other stages
-    layers = [layer for layer in layers_of(model) if elsewhere.isdisjoint(layer.parameters())]
+    ends = _ends(model)
+    units = [*layers_of(model), *ends, model]
     mesh = DeviceMesh.from_group(holders, device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*layers, model):
+    for module in (each for each in units if each is model or elsewhere.isdisjoint(each.parameters())):
         settle(_not_sharded(model, module))
-        unit = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=elsewhere)
+        keeps = module in ends[1:] or module is model  # what the backward pass begins with
+        known: dict[str, Any] = {"ignored_params": elsewhere, "reshard_after_forward": not keeps}
+        unit = fully_shard(module, mesh=mesh, mp_policy=policy, **known)
         unit.set_gradient_divide_factor(1.0)  # sums: the loss was divided by the tokens of all processes
         unit.set_force_sum_reduction_for_comms(True)
     shards = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, stepped, strict=True):
         group["params"] = [shards[name] for name in own]
+
+
+def _ends(model: Any) -> list[torch.nn.Module]:
+    """Embedding and head, where each has weights of its own: each is then gathered for its own use alone."""
+    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    every = [parameter for each in ends for parameter in each.parameters()]
+    return ends if len({*every}) == len(every) else []
 
 
 def _not_sharded(model: torch.nn.Module, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
