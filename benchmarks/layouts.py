@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.config.compatibility import expert_problems, heads_problems, refusal, scaling_problems, stage_problems
+from finetune.config.strategy_names import SIZES, STRATEGIES
 from finetune.distributed import native_precision
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.hardware.cards import parse_gpus
 from finetune.output.run_files import environment
 from finetune.planner.question import METHODS
-from finetune.trace.placement import PLANNED, SIZE_OF, world_sizes_problem
+from finetune.trace.placement import world_sizes_problem
 from finetune.trace.setting import Setting
 
 from .plan_accuracy import NoGpu, answered, elsewhere, look, predictions_of
@@ -62,14 +64,15 @@ def layouts(
     if rows % processes:
         raise InputError(f"{rows} rows cannot be dealt to {processes} processes; take a multiple of {processes}.")
     adapter, bits = METHODS[method]
-    sizes = [size for size in range(2, processes + 1) if processes % size == 0]
-    spreads: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLANNED if name not in SIZE_OF]
-    spreads += [(name, {SIZE_OF[name].field: size}) for name in PLANNED if name in SIZE_OF for size in sizes]
+    divisors = [size for size in range(2, processes + 1) if processes % size == 0]
+    base = Setting("single", processes, bits, adapter, precision=precision, layout="flat")
+    spread = []
+    for strategy in STRATEGIES:
+        fields = [size.field for size in SIZES.get(strategy, ())]
+        sizes: list[dict[str, Any]] = [dict(zip(fields, each)) for each in product(divisors, repeat=len(fields))]
+        spread += [replace(base, strategy=strategy, **each) for each in sizes]
     found = []
-    for strategy, size in spreads:
-        setting = Setting(strategy, processes, bits, adapter, precision=precision, layout="flat", **size)
-        if not _is_possible(model, setting):
-            continue
+    for setting in (each for each in spread if _is_possible(model, each)):
         ways = [
             replace(
                 setting,
@@ -90,7 +93,7 @@ def _is_possible(model: str, setting: Setting) -> bool:
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     return not (
         setting.strategy.endswith(ON_DISK)
-        or world_sizes_problem(setting.strategy, setting.world_size, setting.size)
+        or world_sizes_problem(setting.strategy, setting.world_size, setting.sizes)
         or refusal(setting.cell)
         or heads_problems(setting.strategy, setting.context, *heads)
         or heads[0] % setting.tensor

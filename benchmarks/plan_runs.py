@@ -18,8 +18,6 @@ from typing import Any
 
 import yaml
 
-from finetune.trace.placement import SIZE_OF
-
 from . import plan_cases
 from .plan_cases import Case
 
@@ -76,8 +74,7 @@ class Bench:
         setting, n = case.setting, case.setting.world_size
         file = ROOT / "accelerate_configs" / f"{setting.strategy}.yaml"
         launched = launch_environment(file, n, setting.precision)
-        if size := SIZE_OF.get(setting.strategy):
-            launched[size.key.upper()] = str(getattr(setting, size.field))
+        launched |= {size.key.upper(): str(number) for size, number in setting.sizes.items()}
         port, processes, logs = _free_port(), [], []
         self.started += 1
         for rank in range(n):

@@ -56,6 +56,7 @@ class ArithmeticTracer:
         self.llama, self.model_config = Llama.of(model_config), model_config
         self.rounds: list[list[Setting]] = []
         self._steps: dict[Setting, Step] = {}
+        self._parts: dict[int, ArithmeticTracer] = {}
 
     def __enter__(self) -> "ArithmeticTracer":
         return self
@@ -67,6 +68,10 @@ class ArithmeticTracer:
     def anatomy(self) -> Anatomy:
         return self.llama.anatomy
 
+    def anatomy_of(self, setting: Setting) -> Anatomy:
+        part = self._of_part(setting).anatomy
+        return replace(self.anatomy, deferrable_width=part.deferrable_width)
+
     def prepare(self, settings: Sequence[Setting]) -> None:
         keys = (key for each in map(with_whole_layers, settings) for key in key_settings(each, self.llama.layers))
         new = [key for key in dict.fromkeys(keys) if key not in self._steps]
@@ -75,11 +80,18 @@ class ArithmeticTracer:
 
     def step(self, setting: Setting) -> Step:
         if setting.tensor > 1:
-            config = part_config(self.model_config, dict(self.anatomy.sizes), setting.tensor)
-            return ArithmeticTracer(config, row_tokens=2048).step(with_part_alone(setting))
+            return self._of_part(setting).step(with_part_alone(setting))
         self.prepare([setting])
         steps = [self._steps[key] for key in key_settings(setting, self.llama.layers)]
         return steps[0] if len(steps) == 1 else partly_recomputed(*steps, layers=setting.recomputed_layers or 0)
+
+    def _of_part(self, setting: Setting) -> "ArithmeticTracer":
+        if setting.tensor == 1:
+            return self
+        if setting.tensor not in self._parts:
+            config = part_config(self.model_config, dict(self.anatomy.sizes), setting.tensor)
+            self._parts[setting.tensor] = ArithmeticTracer(config, row_tokens=2048)
+        return self._parts[setting.tensor]
 
 
 @dataclass(frozen=True)

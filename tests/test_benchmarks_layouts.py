@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.plan_cases import Case
+from finetune.config.strategy_names import SIZES, STRATEGIES
 from finetune.errors import InputError
-from finetune.trace.placement import PLANNED, SIZE_OF
 
 ON_GPUS = {"gpus": ["H100"] * 4, "cpus": 8, "predicted_for": "4xH100", "environment": {}}
 FITS = {"peak_gib": 10.0, "tokens_per_second": 1000.0, "verdict": "fits"}
@@ -25,12 +25,14 @@ def every(**changes: Any) -> list[Case]:
 def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_without_recomputation():
     found = every()
     assert len({case.name for case in found}) == len(found)
-    expected = {name for name in PLANNED if name not in ("single", "zero3_nvme", *SIZE_OF)}
+    expected = {name for name in STRATEGIES if name not in ("single", "zero3_nvme", *SIZES)}
     # ulysses shares four heads among as many processes, though there are two of keys and values; of three layers there
     # are no four stages; there are no experts
-    sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4"}
+    sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4", "tp_pp 2x2", "fsdp2_tp 2", "fsdp2_pp 2"}
     assert {case.setting.launched for case in found} == expected | sized
-    assert not {"ulysses 8", "pp 4"} & {case.setting.launched for case in every(processes=8)}
+    of_eight = {case.setting.launched for case in every(processes=8)}
+    assert {"tp_pp 4x2", "fsdp2_tp_pp 2x2"} <= of_eight
+    assert not {"ulysses 8", "pp 4", "tp_pp 2x4", "fsdp2_tp_pp 4x2"} & of_eight
     for name in {case.setting.launched for case in found}:
         ways = {(c.setting.row_tokens, c.setting.recomputes) for c in found if c.setting.launched == name}
         assert ways == {(length, how) for length in (256, 512) for how in ("none", "full")}

@@ -526,7 +526,7 @@ def test_memory_of_data_preparation_keeps_its_bound():
 def test_every_pair_of_launches_was_resumed_within_the_tolerance():
     measured = recorded(resume_table.RESULTS)
     pairs = {(row["method"], row["before"], row["after"]) for row in measured["comparisons"]}
-    assert len(pairs) == len(measured["comparisons"]) == 15 * 15 + 9 * 9 + 7 * 7
+    assert len(pairs) == len(measured["comparisons"]) == 17 * 17 + 10 * 10 + 7 * 7
     assert all(row["loss"] == row["grad_norm"] == 0 for row in measured["comparisons"] if row["before"] == row["after"])
     assert all(row[key] <= 1e-5 for row in measured["comparisons"] for key in ("loss", "grad_norm"))
 

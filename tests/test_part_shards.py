@@ -43,9 +43,8 @@ def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name:
     assert len(answers[0]) == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["8-bit state", *(pytest.param(each, marks=PROVEN) for each in GOES_ON if each[0] != "8")]
-)
+@PROVEN
+@pytest.mark.parametrize("name", GOES_ON)
 def test_a_run_goes_on_under_other_strategies_as_one_that_was_not_interrupted(name: str, tuned: Any):
     changes = GOES_ON[name] | {"train__steps": 6}
     expected = tuned("alone", 1, 1, **changes)

@@ -13,17 +13,18 @@ from finetune.cli.planning.launch_command import in_lines, launch_command
 from finetune.cli.planning.reasons import reasons
 from finetune.config.command_line import parse
 from finetune.config.compatibility import Cell, refusal
-from finetune.config.strategy_names import SHARDED_PARTS
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STAGES, STRATEGIES, TENSOR, TOGETHER
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import candidates as module_of_candidates
-from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, splits, why_not
+from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, splits
 from finetune.planner.choose import plan
 from finetune.planner.judged_rows import Need, Row, judged, verdict
 from finetune.planner.memory import PARTS, StepMemory, needed_bytes
+from finetune.planner.possible import why_not
 from finetune.planner.preference import SAME_SPEED
 from finetune.planner.question import METHODS, Question
-from finetune.trace.placement import PLANNED, placement_of, world_sizes_problem
+from finetune.trace.placement import placement_of, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import key_setting
 from recipes.sft import Config
@@ -58,7 +59,7 @@ def grows(smaller: Setting, larger: Setting) -> bool:
     return first <= second
 
 
-STAGES, TENSOR = dict.fromkeys(("pp", "fsdp2_pp"), 4), dict.fromkeys(("tp", "fsdp2_tp"), 4)
+SPREAD = {size.field: 2 for size in (STAGES, TENSOR)}
 STRATEGIES_AND_METHODS = [
     Setting(
         strategy,
@@ -67,10 +68,9 @@ STRATEGIES_AND_METHODS = [
         bits=method.bits,
         row_tokens=512,
         activation_checkpointing=recomputes,
-        stages=STAGES.get(strategy, 1),
-        tensor=TENSOR.get(strategy, 1),
+        **{size.field: SPREAD[size.field] for size in SIZES.get(strategy, ()) if size.field in SPREAD},
     )
-    for strategy, method, recomputes in product(PLANNED[1:], METHODS.values(), (False, True))
+    for strategy, method, recomputes in product(STRATEGIES[1:], METHODS.values(), (False, True))
 ]
 
 
@@ -138,7 +138,7 @@ def every_setting(asked: Question) -> list[Setting]:
 def memories(draw: st.DrawFn) -> dict[tuple[str, str, int | None, bool], tuple[float, float]]:
     """GiB that a way to train holds, and that each of its rows adds; without checkpointing no less than with it."""
     found = {}
-    for strategy in PLANNED:
+    for strategy in STRATEGIES:
         for method in METHODS.values():
             held, full, none = (draw(st.floats(0.1, 60)) for _ in range(3))
             found[(strategy, *method, True)] = held, full
@@ -246,18 +246,19 @@ def test_every_strategy_and_method_is_a_row_or_has_a_reason(gpus: str):
     world_size = asked.machines.world_size
     found = {(row.setting.strategy, row.setting.method) for row in rows}
     assert not found & {(each.strategy, each.method) for each in left_out}
-    for strategy in PLANNED:
+    for strategy in STRATEGIES:
         for method in METHODS.values():
-            sizes = splits(strategy, asked.machines, 30) if strategy in ("pp", "tp") else [{}]
+            sizes = (Setting(strategy, **each).sizes for each in splits(strategy, asked.machines, 30))
             is_possible = (
-                any(world_sizes_problem(strategy, world_size, *each.values()) is None for each in sizes)
+                any(world_sizes_problem(strategy, world_size, each) is None for each in sizes)
                 and strategy != "ep"  # the model has no experts
                 and refusal(Cell(strategy, method.bits, method.adapter, "adamw")) is None
             )
             place = placement_of(strategy, world_size)
             is_pointless = world_size == 1 and place.framework != "plain" and place.optimizer_on == "gpu"
             is_pointless |= strategy == "hsdp" and gpus != "2x4xH100"
-            is_pointless |= strategy in SHARDED_PARTS.values()  # since the parts of this model fit
+            is_pointless |= strategy in TOGETHER  # of rows that are short
+            is_pointless |= strategy in ("tp_pp", *SHARDED_PARTS.values())  # since the parts of this model fit
             assert ((strategy, method) in found) == (is_possible and not is_pointless)
 
 
@@ -296,7 +297,7 @@ def test_quantised_weights_of_a_published_model_are_not_trained():
 )
 def test_impossible_combinations_are_told_why(fields: dict[str, str], sentence: str):
     base = replace(question().base, **fields)
-    asked = question(base=base, strategies=(PLANNED[2],), methods=(METHODS["full"],))
+    asked = question(base=base, strategies=(STRATEGIES[2],), methods=(METHODS["full"],))
     with pytest.raises(InputError, match=sentence):
         plan(asked)
 

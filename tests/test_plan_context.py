@@ -14,11 +14,12 @@ from tracing import begun, traced_step
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.hardware.cards import parse_gpus
 from finetune.hardware.rates import rates_of
-from finetune.planner.candidates import candidates, is_pointless, why_not
+from finetune.planner.candidates import candidates, is_pointless
 from finetune.planner.changes import LONG_ROW_TOKENS
 from finetune.planner.communication import transfers
 from finetune.planner.judged_rows import Row
 from finetune.planner.nearest import nearest_that_fits
+from finetune.planner.possible import why_not
 from finetune.planner.question import Question, question_about
 from finetune.planner.speed import Parts, StepTime
 from finetune.trace.setting import Setting

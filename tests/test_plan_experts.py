@@ -14,12 +14,12 @@ import tiny
 import yaml
 from full_trace import FullTrace, full_trace
 from test_plan_choose import GIB, LLAMA_8B, row_of
-from tracing import traced_step
+from tracing import forks_make_groups_of_their_own, traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.cli.planning.reasons import reasons
 from finetune.hardware.cards import parse_gpus
-from finetune.planner.candidates import candidates, splits, why_not
+from finetune.planner.candidates import candidates, splits
 from finetune.planner.changes import sharded, spread
 from finetune.planner.choose import Plan
 from finetune.planner.judged_rows import judged
@@ -27,6 +27,7 @@ from finetune.planner.memory import reference_bytes
 from finetune.planner.model import Model
 from finetune.planner.nearest import Nearest
 from finetune.planner.of_run import plan_run
+from finetune.planner.possible import why_not
 from finetune.planner.question import question_about
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer
@@ -202,13 +203,19 @@ def test_answer_says_what_routers_that_are_not_balanced_would_take(mixture: Mode
     assert "routers taken as balanced" in plan.describe()[-1]
 
 
+def train_with_traces(config: Any) -> dict[str, Any]:
+    """Run the recipe in one of the processes of ``ranks``, with its plan."""
+    with forks_make_groups_of_their_own():
+        return scenarios.train(config)
+
+
 def test_a_run_of_shared_experts_has_a_plan_that_chooses_its_micro_batch(
     ranks: Any, conversations: Path, tmp_path: Path
 ):
     folder, _ = folder_of_mixture(tmp_path / "model", "mixtral")
     changes = {"train__steps": 1, "train__micro_batch_size": "auto"}
     config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
-    assert [each["world_size"] for each in ranks(2).run(scenarios.train, config, strategy="ep")] == [2, 2]
+    assert [each["world_size"] for each in ranks(2).run(train_with_traces, config, strategy="ep")] == [2, 2]
     run = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert run["config"]["train"]["micro_batch_size"] == 1
     assert run["plan"]["peak_memory_gib"] > 0
@@ -247,7 +254,7 @@ def test_from_shared_experts_that_do_not_fit_more_gpus_share_them_or_strategies_
     ("change", "words"),
     [
         ({"experts": 3}, "shared by 3 processes, but each layer has 8"),
-        ({"world_size": 12}, "take a multiple of them"),
+        ({"world_size": 12}, "take a multiple of 8 GPUs"),
         ({"experts": 16}, "shared by 16 processes, but each layer has 8"),
         ({"precision": "fp16"}, "ep does not scale losses"),
         ({"optimizer": "adafactor"}, "needs whole matrices"),

@@ -69,6 +69,15 @@ def test_rehearsal_keeps_activations_and_judges_nothing():
     assert "tokens_per_second" not in plan.record()
 
 
+@pytest.mark.parametrize("strategy", ["tp_pp", "fsdp2_tp_pp"])
+def test_replicas_and_shards_of_pipelines_of_split_layers_share_the_rows_of_a_step(strategy: str):
+    setting = Setting(strategy, 16, tensor=4, stages=2, row_tokens=4096, layout="flat")
+    plan = planned("2x8xH100", setting, micro_batch_size=None)
+    assert plan.problems() == []
+    assert plan.setting.micro_batch_size * plan.setting.accumulation * 2 == 16
+    assert plan.setting.sizes == setting.sizes
+
+
 @pytest.mark.parametrize("gpus", [None, "8xH100", "1x24GB", "2x8xH100"])
 def test_plan_is_told_in_three_lines_of_a_hundred_columns(gpus: str | None):
     world = 1 if gpus is None else parse_gpus(gpus).world_size

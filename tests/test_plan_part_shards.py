@@ -17,13 +17,13 @@ from test_plan_choose import GIB, row_of
 from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags
-from finetune.config.strategy_names import SHARDED_PARTS
 from finetune.hardware.cards import Machines, parse_gpus
 from finetune.planner import pipelines
-from finetune.planner.candidates import candidates, splits, why_not
+from finetune.planner.candidates import candidates, splits
 from finetune.planner.changes import sharded
 from finetune.planner.model import Model
 from finetune.planner.nearest import Nearest
+from finetune.planner.possible import why_not
 from finetune.planner.question import METHODS, Question, question_about
 from finetune.trace.setting import Setting
 from finetune.trace.tensor_parts import part_config
@@ -53,6 +53,8 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
     "lora": ({"adapter": "lora", "rank": 4}, {"adapter__type": "lora", "adapter__rank": 4}),
 }
+OF_ATTENTION = ("q_proj", "v_proj", "o_proj")
+"""Layers with adapters in a mixture, whose experts can have none under these strategies."""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,8 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
     experts = {"model_type": family, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 4, "head_dim": 16}
     described |= experts if family == "qwen3_moe" else {}
+    if family == "qwen3_moe" and method == "lora":
+        asked, changes = asked | {"targets": OF_ATTENTION}, changes | {"adapter__targets": list(OF_ATTENTION)}
     (folder / "config.json").write_text(json.dumps(described))
     changes = changes | {"train__steps": 2, "train__micro_batch_size": 2}
     config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
@@ -126,26 +130,39 @@ def test_a_sharded_pipeline_of_one_stage_is_the_model_sharded_over_its_gpus(mode
     assert pipelines.sent_of(step, one, whole) == step.sent
 
 
-def test_a_stage_keeps_its_own_of_embedding_and_head_gathered_and_nothing_of_the_gradient_of_a_head_elsewhere(
-    model: Model,
-):
+def gathered_beside_layers(model: Model) -> dict[tuple[str, int], float]:
+    """The most that is gathered in each of four stages, by phase: of layers, and of what stays gathered beside them;
+    and of what is apart from layers."""
     four = replace(STAGED, world_size=8, stages=4)
-    step, embedding = model.tracer.step(four), 2 * VOCABULARY * WIDTH
-    stages = pipelines.stages_of(four, model.anatomy)
-    gathered = {}
-    for stage in stages:
-        every = pipelines.moments_of(step, four, stage, step.micro_batch(1, TOKENS), model.anatomy)
-        for moment in every:
+    step, found = model.tracer.step(four), dict[tuple[str, int], float]()
+    for stage in pipelines.stages_of(four, model.anatomy):
+        for moment in pipelines.moments_of(step, four, stage, step.micro_batch(1, TOKENS), model.anatomy):
             phase, _, where, _ = moment.place or ("", 0, "", 0)
-            if where != "apart":
-                known = gathered.get((phase, stage.number), 0)
-                gathered[phase, stage.number] = max(known, moment.categories["gathered"])
-    room = pytest.approx(embedding, rel=0.01)  # but for the norm before the head
+            kind = f"{phase}, apart" if where == "apart" else phase, stage.number
+            found[kind] = max(found.get(kind, 0.0), moment.categories["gathered"])
+    return found
+
+
+def test_a_stage_gathers_an_embedding_and_a_head_where_it_has_them_each_for_its_own_use(model: Model):
+    gathered, embedding = gathered_beside_layers(model), 2 * VOCABULARY * WIDTH
+    assert gathered["forward, apart", 0] >= 2 * embedding  # with the buffer of the gathering
+    assert gathered["backward, apart", 0] >= embedding
+    assert gathered["backward, apart", 3] >= embedding
+    for phase in ("forward", "backward"):
+        assert len({gathered[phase, stage] for stage in range(4)}) == 1
+        assert not {(f"{phase}, apart", stage) for stage in (1, 2)} & gathered.keys()
+
+
+def test_an_embedding_that_is_the_head_too_stays_gathered_in_the_first_and_in_the_last_stage(tmp_path: Path):
+    tied = MODEL | {"tie_word_embeddings": True}
+    with Tracer(tied, row_tokens=TOKENS, folder=tmp_path) as tracer:
+        gathered = gathered_beside_layers(Model(tied, tracer))
+    room = pytest.approx(2 * VOCABULARY * WIDTH, rel=0.01)  # but for the norm before the head
     for phase in ("forward", "backward"):
         assert gathered[phase, 0] - gathered[phase, 1] == room
         assert gathered[phase, 1] == gathered[phase, 2]
     assert gathered["forward", 3] == gathered["forward", 0]
-    assert gathered["backward", 3] - gathered["backward", 0] == room
+    assert gathered["backward", 3] - gathered["backward", 0] == room  # of the head's gradient
 
 
 def test_a_stage_gathers_its_own_layers_for_each_pass_of_each_micro_batch(model: Model):
@@ -159,26 +176,28 @@ def test_a_stage_gathers_its_own_layers_for_each_pass_of_each_micro_batch(model:
             kind = each.phase, "gather" if pipelines.is_gather(each) else "other"
             of_traced[kind] = of_traced.get(kind, 0.0) + each.calls * sum(each.bytes.values()) / step.micro_batches
         assert of_traced["forward", "gather"] == pytest.approx(2 * (stage.layers * layer + ends), rel=1e-3)
-        assert of_traced["backward", "gather"] == pytest.approx(2 * stage.layers * layer)
+        again = VOCABULARY * WIDTH if stage.is_first else 0  # of the embedding
+        assert of_traced["backward", "gather"] == pytest.approx(2 * (stage.layers * layer + again))
         assert of_traced["backward", "other"] == pytest.approx(4 * (stage.layers * layer + ends), rel=1e-3)
     found = sent(model, two)
-    assert found["all-gather in the backward pass"] == pytest.approx(3 * 2 * first.layers * layer * 3 / 4)
+    again = VOCABULARY * WIDTH
+    assert found["all-gather in the backward pass"] == pytest.approx(3 * 2 * (first.layers * layer + again) * 3 / 4)
     assert found["hidden states to the next stage"] == 3 * 2 * TOKENS * WIDTH
     halves = replace(two, parts=2, accumulation=2)
     layers = pipelines.stages_of(halves, model.anatomy)[0].layers
     found = sent(model, halves)
-    assert found["all-gather in the backward pass"] == pytest.approx(2 * 2 * 2 * layers * layer * 3 / 4)
+    assert found["all-gather in the backward pass"] == pytest.approx(2 * 2 * 2 * (layers * layer + again) * 3 / 4)
     added_up = found["reduce-scatter in the backward pass"]
     assert added_up == pytest.approx(2 * 4 * (layers * layer + ends) * 3 / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("change", [{}, {"adapter": "lora", "activation_checkpointing": True}])
 def test_peak_by_two_shallow_traces_is_that_of_all_layers_of_a_part(change: dict[str, Any], model: Model):
-    setting = replace(SPLIT, micro_batch_size=2, accumulation=2, **change)
-    step = model.tracer.step(setting)
-    every = step.moments(step.micro_batch(2, TOKENS), accumulation=2)
+    setting = replace(SPLIT, micro_batch_size=2, accumulation=2, world_size=4, tensor=1, **change)
     part = part_config(MODEL, dict(model.anatomy.sizes), 2)
-    whole = full_trace(part, replace(setting, world_size=4, tensor=1))
+    step = traced_step(part, setting, row_tokens=TOKENS)
+    every = step.moments(step.micro_batch(2, TOKENS), accumulation=2)
+    whole = full_trace(part, setting)
     assert max(each.bytes for each in every) == pytest.approx(whole.peak.bytes, rel=0.01)
 
 
@@ -190,7 +209,8 @@ def sent(model: Model, setting: Setting) -> dict[str, float]:
 
 def test_parts_of_layers_are_gathered_twice_in_each_micro_batch_and_hidden_states_added_up_beside_them(model: Model):
     layer = (2 * (HEADS + KEY_HEADS) * HEAD * WIDTH + 3 * WIDTH * INNER) // 2 + 2 * WIDTH  # norms are whole
-    ends = 2 * VOCABULARY * WIDTH // 2 + WIDTH
+    again = VOCABULARY * WIDTH // 2  # of the embedding, in the backward pass too
+    ends = 2 * again + WIDTH
     hidden = 3 * TOKENS * WIDTH * 2 * (2 * 1 / 2)  # bf16, 2 (n - 1) / n of it
     found = sent(model, SPLIT)
     assert found == {
@@ -198,7 +218,7 @@ def test_parts_of_layers_are_gathered_twice_in_each_micro_batch_and_hidden_state
         "all-gather of scores": 3 * TOKENS * VOCABULARY * 2 / 2,
         "all-reduce of gradients of hidden states": (2 * LAYERS + 1) * hidden,
         "all-gather in the forward pass": pytest.approx(3 * 2 * (LAYERS * layer + ends) * 3 / 4),
-        "all-gather in the backward pass": pytest.approx(3 * 2 * LAYERS * layer * 3 / 4),
+        "all-gather in the backward pass": pytest.approx(3 * 2 * (LAYERS * layer + again) * 3 / 4),
         "reduce-scatter in the backward pass": pytest.approx(3 * 4 * (LAYERS * layer + ends) * 3 / 4),
     }
     overlapping = {
@@ -250,13 +270,21 @@ def test_shards_of_parts_are_compared_on_several_machines_where_parts_do_not_fit
     for gpus, size, there in (("4x8xH100", 100, True), ("4x8xH100", 1, False), ("8xH100", 100, False)):
         machines = parse_gpus(gpus)
         base = Setting(world_size=machines.world_size, row_tokens=2048, accumulation=2)
-        strategies = *SHARDED_PARTS, *SHARDED_PARTS.values()
+        strategies = "tp", "pp", "fsdp2_tp", "fsdp2_pp"
         asked = asked_of(LLAMA_70B, base, machines, strategies=strategies, methods=(METHODS["full"],))
         rows, _ = candidates(
             asked, lambda of, setting, size=size: row_of(of, setting, (1 if setting.shards_parts else size) * GIB)
         )
         found = {row.setting.launched for row in rows if row.setting.shards_parts}
-        assert found == ({"fsdp2_tp 2", "fsdp2_tp 4", "fsdp2_tp 8", "fsdp2_pp 4"} if there else set())
+        every = {"fsdp2_tp 2", "fsdp2_tp 4", "fsdp2_tp 8", "fsdp2_pp 2", "fsdp2_pp 4"}  # no machine has two stages
+        assert found == (every if there else set())
+
+
+def test_shards_of_stages_are_compared_where_a_pipeline_defers_gradients_which_they_do_not():
+    base = Setting(world_size=32, row_tokens=2048, accumulation=2, pipeline_schedule="zero_bubble")
+    asked = asked_of(LLAMA_70B, base, parse_gpus("4x8xH100"), strategies=("pp", "fsdp2_pp"), methods=(METHODS["full"],))
+    rows, _ = candidates(asked, lambda of, setting: row_of(of, setting, (1 if setting.shards_parts else 100) * GIB))
+    assert {row.setting.order.schedule for row in rows if row.setting.shards_parts} == {"1f1b"}
 
 
 def test_from_parts_that_do_not_fit_shards_of_them_are_the_next_change():
@@ -275,7 +303,7 @@ def test_from_parts_that_do_not_fit_shards_of_them_are_the_next_change():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor": 3}, "take a multiple of them"),
+        ({"tensor": 3}, "take a multiple of 3 GPUs"),
         ({"precision": "fp16"}, "fsdp2_tp does not scale losses"),
         ({"adapter": "lora", "bits": 8}, "cannot shard the 8-bit layers"),
         (AS_STAGES | {"pipeline_schedule": "zero_bubble"}, "before it frees them; set it to 1f1b"),

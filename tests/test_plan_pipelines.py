@@ -20,10 +20,11 @@ from finetune.cli.planning.launch_command import launcher_flags, recipe_flags
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import pipelines
-from finetune.planner.candidates import candidates, splits, why_not
+from finetune.planner.candidates import candidates, splits
 from finetune.planner.changes import in_plain_order, sharded, spread
 from finetune.planner.choose import plan
 from finetune.planner.memory import step_memory
+from finetune.planner.possible import why_not
 from finetune.planner.question import question_about
 from finetune.planner.speed import step_time
 from finetune.trace.layers import Anatomy
@@ -183,7 +184,8 @@ def test_from_a_pipeline_that_does_not_fit_others_and_deeper_ones_are_tried():
     found = {(each.strategy, each.stages, each.accumulation) for each in sharded(setting)}
     assert {("pp", 4, 8), ("pp", 8, 16), ("fsdp2", 1, 2), ("zero3", 1, 2)} <= found
     assert all(each.data_processes * each.accumulation == 16 for each in sharded(setting))
-    assert {each.strategy for each in sharded(replace(setting, accumulation=1))} == {"pp"}  # 4 rows for 8 GPUs
+    of_few_rows = {each.strategy for each in sharded(replace(setting, accumulation=1))}
+    assert of_few_rows == {"pp", "fsdp2_pp"}  # 4 for 8 GPUs
     assert spread(setting) == []
 
 
@@ -320,7 +322,8 @@ def test_where_deferred_gradients_do_not_fit_the_plain_order_is_tried_first():
     found = [(each.parts, each.pipeline_schedule) for each in in_plain_order(asked)]
     assert found == [(2, "1f1b"), (1, "1f1b")]
     assert in_plain_order(replace(asked, parts=1, pipeline_schedule="1f1b")) == []
-    assert {(each.pipeline_schedule, each.stages) for each in sharded(asked)} == {("zero_bubble", 8), ("1f1b", 1)}
+    orders = {(each.pipeline_schedule, each.stages) for each in sharded(asked)}
+    assert orders == {("zero_bubble", 8), ("1f1b", 4), ("1f1b", 1)}  # deeper, or sharded, or neither
 
 
 def test_parts_are_those_of_the_configuration_and_of_pipelines_alone():

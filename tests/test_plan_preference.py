@@ -14,7 +14,7 @@ from test_plan_choose import question, row_of
 from finetune.cli.planning.largest_term import STATE, TERMS, levers, sentence
 from finetune.cli.planning.launch_command import in_lines, launch_command
 from finetune.cli.planning.reasons import reasons
-from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, TOGETHER
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, STRATEGIES, TOGETHER
 from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import fastest
 from finetune.planner.choose import plan
@@ -22,7 +22,6 @@ from finetune.planner.judged_rows import Row, judged
 from finetune.planner.preference import SIMPLEST_FIRST, in_order
 from finetune.planner.question import METHODS, Question
 from finetune.planner.speed import Parts, StepTime
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 
 GIB = 2**30
@@ -40,7 +39,7 @@ def row_at(strategy: str, tokens_per_second: float, gpus: str = "2x4xH100", **fi
 
 def test_simplest_strategies_are_those_that_need_least():
     assert SIMPLEST_FIRST[:7] == ("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
-    assert set(SIMPLEST_FIRST) == set(PLANNED)
+    assert set(SIMPLEST_FIRST) == set(STRATEGIES)
 
 
 ON_GPUS = ("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", *TOGETHER, *IN_PARTS, *SHARDED_PARTS.values())
@@ -99,9 +98,9 @@ def test_setting_without_checkpointing_and_with_a_small_micro_batch_is_taken_whe
 @pytest.mark.parametrize(
     ("gpus", "strategies", "there"),
     [
-        ("8xH100", PLANNED, False),
+        ("8xH100", STRATEGIES, False),
         ("8xH100", ("hsdp",), True),
-        ("2x8xH100", PLANNED, True),
+        ("2x8xH100", STRATEGIES, True),
     ],
 )
 def test_hsdp_is_compared_on_several_machines_or_by_name(gpus: str, strategies: tuple[str, ...], there: bool):
@@ -165,7 +164,7 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
 
 
 @pytest.mark.parametrize("there", [None, 4000 * GIB])
-@pytest.mark.parametrize("strategies", [PLANNED, ("fsdp2_offload",), ("zero3_nvme",)])
+@pytest.mark.parametrize("strategies", [STRATEGIES, ("fsdp2_offload",), ("zero3_nvme",)])
 def test_host_memory_of_what_offloads_is_told(there: int | None, strategies: tuple[str, ...]):
     asked = question(model=LLAMA_70B, batch=16, methods=(METHODS["full"],), strategies=strategies, host_bytes=there)
     asked = replace(asked, chosen=frozenset({"weights", "optimizer"}))
@@ -176,7 +175,7 @@ def test_host_memory_of_what_offloads_is_told(there: int | None, strategies: tup
     of_there = "" if there is None else " of 4,000"
     assert f"{answer.best.host.bytes / GIB:,.0f}{of_there} GiB of host memory per machine" in reason
     assert ("see --host-memory" in reason) == (there is None)
-    assert ("Nothing fits on the GPUs alone" in reason) == (strategies == PLANNED)
+    assert ("Nothing fits on the GPUs alone" in reason) == (strategies == STRATEGIES)
 
 
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}

@@ -15,8 +15,9 @@ from tracing import traced_anatomy, traced_step
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.errors import InputError
 from finetune.hardware.cards import parse_gpus
-from finetune.planner.candidates import candidates, splits, why_not
+from finetune.planner.candidates import candidates, splits
 from finetune.planner.changes import sharded, spread
+from finetune.planner.possible import why_not
 from finetune.planner.question import question_about
 from finetune.trace.setting import Setting
 from finetune.trace.tensor_parts import part_config
@@ -54,6 +55,19 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
         assert found["weights"] == pytest.approx(real["parameters"], abs=room)
         assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
         assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_scores_are_whole_on_each_gpu_of_a_layer_and_of_as_few_positions_at_a_time(rows: int):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_hidden_layers": 4}
+    config = {"model_type": "llama", "vocab_size": 2**18, "pad_token_id": 1, **sizes}
+    most = []
+    for setting in (SPLIT, replace(SPLIT, strategy="single", world_size=1, tensor=1)):
+        step = traced_step(config, setting, row_tokens=TOKENS)
+        micro_batch = step.micro_batch(rows, TOKENS)
+        assert (micro_batch.scored < rows * TOKENS) == (rows > 1)
+        most.append(max(each.categories.get("logits", 0.0) for each in step.moments(micro_batch)))
+    assert most[0] == pytest.approx(most[1], rel=0.01)
 
 
 def test_a_part_of_a_model_has_what_its_file_leaves_to_defaults():
@@ -118,13 +132,14 @@ def test_from_split_layers_that_do_not_fit_strategies_that_shard_are_tried():
     found = {(each.strategy, each.tensor, each.accumulation) for each in sharded(setting)}
     assert {("fsdp2", 1, 2), ("zero3", 1, 2)} <= found
     assert all(each.data_processes * each.accumulation == 16 for each in sharded(setting))
-    assert sharded(replace(setting, accumulation=1)) == spread(setting) == []
+    assert [each.strategy for each in sharded(replace(setting, accumulation=1))] == ["fsdp2_tp"]
+    assert spread(setting) == []
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor": 3}, "take a multiple of them"),
+        ({"tensor": 3}, "take a multiple of 3 GPUs"),
         ({"precision": "fp16"}, "tp does not scale losses"),
         ({"optimizer": "adafactor"}, "needs whole matrices"),
     ],

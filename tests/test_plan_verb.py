@@ -18,9 +18,8 @@ from plan_models import config_named
 from finetune import __version__
 from finetune.cli import commands
 from finetune.config.command_line import parse
-from finetune.config.strategy_names import SHARDED_PARTS, TOGETHER
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES, TOGETHER
 from finetune.planner.memory import PARTS
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 from recipes.sft import Config
 
@@ -174,21 +173,20 @@ def test_json_has_every_part_and_its_schema_is_stable(model: str, capsys: pytest
         assert sum(row["gpu_bytes"].values()) == row["gpu_peak_bytes"] < row["gpu"]["needed_bytes"]
         assert row["epoch_seconds"] == pytest.approx(1e9 / row["tokens_per_second"])
         assert row["step_seconds"] == pytest.approx(sum(row["step_seconds_by_part"].values()))
-    not_compared = {"single", "hsdp", "ep", *TOGETHER, *SHARDED_PARTS.values()}
-    assert {row["strategy"] for row in found["rows"]} == set(PLANNED) - not_compared
+    not_compared = {"single", "hsdp", "ep", "tp_pp", *TOGETHER, *SHARDED_PARTS.values()}
+    assert {row["strategy"] for row in found["rows"]} == set(STRATEGIES) - not_compared
     assert max(size for _, size in found["course"]) == found["rows"][found["recommended"]]["gpu_peak_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "key"), [("fsdp2_tp", "megatron_lm_tp_degree"), ("fsdp2_pp", "megatron_lm_pp_degree")]
-)
-def test_shards_of_parts_are_planned_by_name_and_the_command_says_how_many_parts_there_are(
-    strategy: str, key: str, model: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("strategy", [*SHARDED_PARTS, *SHARDED_PARTS.values()])
+def test_parts_of_a_model_are_planned_by_name_and_the_command_says_how_many_there_are(
+    strategy: str, model: str, capsys: pytest.CaptureFixture[str]
 ):
     assert run("--model", model, "--gpus", "8xH100", "--strategy", strategy, "--method", "full") == 0
     words = command_in(capsys.readouterr().out)
     assert words[words.index("--config_file") + 1] == f"accelerate_configs/{strategy}.yaml"
-    assert words[words.index(f"--{key}") + 1] in ("2", "4")
+    for size in SIZES[strategy]:
+        assert words[words.index(f"--{size.key}") + 1] in ("2", "4", "8")
     found = answer(capsys, "--model", model, "--gpus", "8xH100", "--strategy", strategy, "--method", "full")
     assert {row["strategy"] for row in found["rows"]} == {strategy}
 

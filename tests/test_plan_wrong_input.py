@@ -34,7 +34,6 @@ def model(tmp_path: Path) -> str:
         ("--gpus 8xH100 --strategy zero4", "did you mean zero"),
         ("--gpus 8xH100 --strategy nowhere/ddp.yaml", "there is no file nowhere/ddp.yaml"),
         ("--gpus 8xH100 --strategy single", "single is for one GPU"),
-        ("--gpus 8xH100 --strategy tp_pp", "the planner does not know tp_pp yet; leave it out, or name another."),
         ("--gpus 6xH100 --global-batch-size 18 --strategy fsdp2 --method lora_8bit", "cannot shard the 8-bit layers"),
         ("--gpus 8xH100 --train.optimizer adafactor --strategy fsdp2", "Adafactor needs whole matrices"),
         ("--gpus 1xT4 --train.weights bf16", "computes in bf16"),

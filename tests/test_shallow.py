@@ -187,7 +187,7 @@ def test_square_covers_every_value_of_every_axis():
     assert {setting.activation_checkpointing for _, setting in SQUARE} == {False, True}
     assert {fields["model_type"] for fields, _ in SQUARE} == set(AXES["family"])
     assert {fields["num_hidden_layers"] for fields, _ in SQUARE} == set(AXES["layers"])
-    assert not [problem for _, s in SQUARE if (problem := world_sizes_problem(s.strategy, s.world_size))]
+    assert not [problem for _, s in SQUARE if (problem := world_sizes_problem(s.strategy, s.world_size, s.sizes))]
 
 
 @pytest.mark.parametrize("number", range(POINTS))

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import scenarios
+from tracing import forks_make_groups_of_their_own
 
 from finetune import forked_workers
 from finetune.errors import InputError, RunStopped
@@ -204,7 +205,8 @@ def test_known_answer_imports_no_pytorch(tmp_path: Path):
 def _planned(config: Any) -> str:
     """What the recipe says of its plan, on a rank."""
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), mock.patch.object(session, "plan_of", sizes.plan_of):
+    planning = mock.patch.object(session, "plan_of", sizes.plan_of)
+    with contextlib.redirect_stdout(said), planning, forks_make_groups_of_their_own():
         sft.main(config)
     return next((line for line in said.getvalue().splitlines() if line.startswith("plan:")), "plan: nothing")
 

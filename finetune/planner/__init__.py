@@ -5,8 +5,8 @@ PyTorch, so that an answer whose traces are known takes a second. (What a user o
 in ``finetune.cli.planning``.)
 
 ``question`` (what is asked), ``model`` (what its steps take, by their traces), ``pipelines`` (of a stage). Memory:
-``memory``. Time: ``speed``, ``communication``. The answer: ``judged_rows``, ``changes``, ``candidates``,
-``preference``, ``nearest``, ``choose``.
+``memory``. Time: ``speed``, ``communication``, ``part_traffic``. The answer: ``possible``, ``judged_rows``,
+``changes``, ``candidates``, ``preference``, ``nearest``, ``choose``.
 ``of_run``: the plan of a run that starts.
 """
 

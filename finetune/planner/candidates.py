@@ -8,25 +8,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
-from finetune.config.compatibility import (
-    averaging_problems,
-    bf16_weights_problems,
-    context_problems,
-    expert_problems,
-    fp8_problems,
-    heads_problems,
-    pipeline_problems,
-    reference_problems,
-    refusal,
-    scaling_problems,
-    split_problems,
-    spread_problems,
-    stage_problems,
-)
-from finetune.config.refusals import batch_problems, recomputation_problems
-from finetune.config.strategy_names import EXPERTS, SHARDED_PARTS, TOGETHER
+from finetune.config.refusals import batch_problems
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES, STAGES, TOGETHER
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import (
@@ -37,14 +23,16 @@ from finetune.planner.changes import (
     with_offloaded_activations,
 )
 from finetune.planner.judged_rows import Row, gpu_need, judged
-from finetune.planner.model import Model
+from finetune.planner.possible import why_not
 from finetune.planner.question import Question
-from finetune.trace.placement import SIZE_OF, SPLITS, placement_of, world_sizes_problem
+from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Method, Setting
 
 SAME_SETTING_SPEED = 0.01
 """Share by which the speeds of two settings of one strategy and method may differ and be equal. It is finer than
 ``preference.SAME_SPEED``, because their predictions share their errors."""
+SPLIT_STAGES = tuple(name for name in IN_PARTS if len(SIZES[name]) > 1)
+"""Strategies of pipelines whose layers are split."""
 Judge = Callable[[Question, Setting], Row]
 
 
@@ -79,28 +67,55 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
                 left_out.append(Impossible(base.strategy, base.method, str(found)))
 
     compare(_bases(question))
+    compare(_with_split_stages(question, rows))
     compare(_with_sharded_parts(question, rows))
     return rows + _reduced(question, rows, judge), left_out
 
 
 def _bases(question: Question) -> Iterator[Setting]:
     """Strategies with all their sizes, and methods; where several are compared, without those that have nothing to
-    win, and without shards of parts."""
-    machines = question.machines
+    win, and without those that are for what does not fit otherwise."""
+    machines, last_resorts = question.machines, (*SPLIT_STAGES, *SHARDED_PARTS.values())
     for strategy in question.strategies:
         if len(question.strategies) > 1 and (
-            strategy in SHARDED_PARTS.values() or is_pointless(strategy, machines, question.base.row_tokens)
+            strategy in last_resorts or is_pointless(strategy, machines, question.base.row_tokens)
         ):
             continue
-        for method in question.methods:
-            for sizes in splits(strategy, machines, question.model.anatomy.layers):
-                how: dict[str, Any] = {"strategy": strategy, **sizes, **({} if "stages" in sizes else PLAIN_1F1B)}
-                yield replace(question.base, adapter=method.adapter, bits=method.bits, **how)
+        yield from _with_all_sizes(question, strategy)
+
+
+def _with_all_sizes(question: Question, strategy: str) -> Iterator[Setting]:
+    """A strategy with all its sizes, and methods."""
+    for method in question.methods:
+        for sizes in splits(strategy, question.machines, question.model.anatomy.layers):
+            how: dict[str, Any] = {"strategy": strategy, **sizes, **({} if "stages" in sizes else PLAIN_1F1B)}
+            yield replace(question.base, adapter=method.adapter, bits=method.bits, **how)
+
+
+def _with_split_stages(question: Question, rows: Sequence[Row]) -> list[Setting]:
+    """Of several machines, pipelines of split layers where neither so many GPUs for each layer nor so many stages fit
+    by themselves. No machine has parts of two stages."""
+    machines = question.machines
+
+    def could_win(setting: Setting) -> bool:
+        alone = [
+            row
+            for row in rows
+            if row.setting.method == setting.method
+            and any(getattr(row.setting, size.field) == number for size, number in setting.sizes.items())
+        ]
+        return machines.nodes % setting.stages == 0 and all(
+            row.verdict != "fits" and _could_fit(row, shards=setting.size // row.setting.size) for row in alone
+        )
+
+    strategies = question.strategies if machines.nodes > 1 and len(question.strategies) > 1 else ()
+    compared = [each for name in SPLIT_STAGES if name in strategies for each in _with_all_sizes(question, name)]
+    return [each for each in compared if could_win(each)]
 
 
 def _with_sharded_parts(question: Question, rows: Sequence[Row]) -> list[Setting]:
     """Of several machines, shards of the parts that do not fit: inside one, shards of the whole model need as little.
-    Of stages there is one on each machine, so that what is gathered stays inside it."""
+    No machine has parts of two stages."""
     machines = question.machines
 
     def could_win(row: Row) -> bool:
@@ -110,12 +125,13 @@ def _with_sharded_parts(question: Question, rows: Sequence[Row]) -> list[Setting
             and row.verdict != "fits"
             and SHARDED_PARTS.get(setting.strategy) in question.strategies
             and setting.data_processes > 1
-            and setting.stages in (1, machines.nodes)
+            and machines.nodes % setting.stages == 0
             and _could_fit(row, shards=setting.data_processes)
         )
 
+    unlike = {"pipeline_schedule": "1f1b"}  # under which alone a stage's gradients are added up before they are freed
     launches = {
-        row.setting: _launch(row.setting) | {"strategy": SHARDED_PARTS[row.setting.strategy]}
+        row.setting: _launch(row.setting) | {"strategy": SHARDED_PARTS[row.setting.strategy], **unlike}
         for row in rows
         if could_win(row)
     }
@@ -128,19 +144,18 @@ def _too_few_rows(question: Question, base: Setting) -> str | None:
 
 
 def splits(strategy: str, machines: Machines, layers: int) -> list[dict[str, Any]]:
-    """The sizes that a strategy leaves open: GPUs that share each row, each layer or its experts, inside a machine, or
+    """The sizes that a strategy leaves open: GPUs that share each row, each layer or its experts, inside a machine, and
     the stages of a pipeline. Where it leaves none open, or these GPUs have none, one choice of nothing.
 
     Args:
         layers: of the model.
     """
-    if strategy not in SIZE_OF:
-        return [{}]
-    field, world_size = SIZE_OF[strategy].field, machines.world_size
+    sizes, world_size = SIZES.get(strategy, ()), machines.world_size
     inside = machines.gpus_per_node if machines.gpus_per_node > 1 else world_size
-    numbers = range(2, min(world_size, layers) + 1) if field == "stages" else [n for n in SPLITS if n <= inside]
-    possible = [each for each in numbers if world_sizes_problem(strategy, world_size, each) is None]
-    return [{field: each} for each in possible] or [{}]
+    stages, split = range(2, min(world_size, layers) + 1), [number for number in SPLITS if number <= inside]
+    every = [dict(zip(sizes, each)) for each in product(*(stages if size == STAGES else split for size in sizes))]
+    possible = [each for each in every if world_sizes_problem(strategy, world_size, each) is None]
+    return [{size.field: number for size, number in each.items()} for each in possible] or [{}]
 
 
 def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool:
@@ -157,81 +172,6 @@ def is_pointless(strategy: str, machines: Machines, row_tokens: int = 0) -> bool
     if machines.world_size == 1:
         return placement.framework != "plain" and placement.optimizer_on == "gpu"
     return machines.nodes == 1 and placement.framework == "fully_shard" and placement.replicas > 1
-
-
-def why_not(model: Model, setting: Setting) -> str | None:
-    """Why a setting is impossible, as a sentence; None if it is possible."""
-    if model.published_bits and setting.bits != model.published_bits:
-        return (
-            f"The model is published in {model.published_bits} bits, which stay frozen; train an adapter on them, or "
-            "take its 16-bit version."
-        )
-    return (
-        next(iter(_expert_problems(model, setting)), None)
-        or world_sizes_problem(setting.strategy, setting.world_size, setting.size)
-        or next(iter(_tensor_problems(model, setting)), None)
-        or next(iter(_pipeline_problems(model, setting)), None)
-        or refusal(setting.cell)
-        or next(iter(scaling_problems(setting.strategy, precision=setting.precision)), None)
-        or next(iter(bf16_weights_problems(setting.cell, weights=setting.weights, precision=setting.precision)), None)
-        or next(iter(reference_problems(setting.strategy, setting.reference)), None)
-        or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
-        or next(iter(_context_problems(model, setting)), None)
-        or next(iter(_fp8_problems(setting)), None)
-        or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
-    )
-
-
-def _expert_problems(model: Model, setting: Setting) -> list[str]:
-    """Of a strategy that shares experts even where these GPUs cannot: the model may have none."""
-    shares = setting.experts > 1 or SIZE_OF.get(setting.strategy) == EXPERTS
-    processes = max(2, setting.experts) if shares else 1
-    return expert_problems("this model", model.anatomy.experts, processes)
-
-
-def _pipeline_problems(model: Model, setting: Setting) -> list[str]:
-    if setting.stages == 1:
-        return []
-    known = "this model", len(model.anatomy.costs), setting.stages, setting.parts
-    return stage_problems(setting.strategy, *known) + pipeline_problems(
-        setting.strategy,
-        parts=setting.parts,
-        schedule=setting.pipeline_schedule,
-        embedding_noise=setting.embedding_noise,
-        paired=setting.paired,
-    )
-
-
-def _fp8_problems(setting: Setting) -> list[str]:
-    how = {"strategy": setting.strategy, "bits": setting.bits, "precision": setting.precision}
-    return fp8_problems(setting.fp8, **how, capability=None)  # type: ignore[arg-type]
-
-
-def _tensor_problems(model: Model, setting: Setting) -> list[str]:
-    if setting.tensor == 1:
-        return []
-    reasons = [
-        reason
-        for parts, bits, reason in model.anatomy.not_split
-        if (parts, bits) == (setting.tensor, None if setting.bits is None else 4)
-    ]
-    return split_problems(setting.strategy, reasons, [])
-
-
-def _context_problems(model: Model, setting: Setting) -> list[str]:
-    if setting.context == 1:
-        return []
-    anatomy, attention = model.anatomy, "auto" if setting.flat else "sdpa"
-    return (
-        spread_problems(anatomy.not_spread)
-        + context_problems(
-            setting.strategy,
-            embedding_noise=setting.embedding_noise,
-            paired=setting.paired,
-            attention=attention,
-        )
-        + heads_problems(setting.strategy, setting.context, *anatomy.heads)
-    )
 
 
 def _reduced(question: Question, rows: Sequence[Row], judge: Judge) -> list[Row]:

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.config.compatibility import bf16_weights_problems
-from finetune.config.strategy_names import SHARDED_PARTS
-from finetune.trace.placement import PLANNED, SIZE_OF, SPLITS, placement_of, world_sizes_problem
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES
+from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Setting
 
 LEAST_ROW_TOKENS = 128
@@ -91,10 +91,9 @@ def sharded(setting: Setting) -> list[Setting]:
     here, parts = setting.placement, setting.stages * setting.tensor
     found = []
     if setting.stages > 1:
-        known = setting.strategy, setting.world_size
         numbers = range(setting.stages + 1, setting.world_size + 1)
-        deeper = [each for each in numbers if world_sizes_problem(*known, each) is None]
-        found = [_with_stages(setting, each) for each in deeper if setting.accumulation * each % setting.stages == 0]
+        deeper = [_with_stages(setting, each) for each in numbers if setting.accumulation * each % setting.stages == 0]
+        found = [each for each in deeper if not world_sizes_problem(each.strategy, each.world_size, each.sizes)]
     if setting.experts > 1:
         found = [replace(setting, experts=each) for each in SPLITS if each > setting.experts]
     if setting.strategy in SHARDED_PARTS:
@@ -103,7 +102,7 @@ def sharded(setting: Setting) -> list[Setting]:
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
     apart = replace(setting, **APART, **PLAIN_1F1B, accumulation=setting.accumulation // together)
-    for strategy in (each for each in PLANNED if each not in SIZE_OF):
+    for strategy in (each for each in STRATEGIES if each not in SIZES):
         there = placement_of(strategy, setting.world_size)
         more = (there.weight_shards, there.gradient_shards, there.optimizer_shards)
         less = tuple(parts * each for each in (here.weight_shards, here.gradient_shards, here.optimizer_shards))

@@ -1,20 +1,20 @@
 """What the processes of a strategy send one another, and what travels between a GPU, its host and a disk.
 
-The collectives are those of the traced step. Bytes are those that one GPU sends in an optimizer step, by ring: an
-all-reduce of B bytes over n processes is ``2 (n - 1) / n B``, an all-gather or a reduce-scatter half of it (Rajbhandari
-et al., arXiv:1910.02054, section 7). Seconds are ``bytes / bandwidth + hops * latency``; across machines the ring is as
-fast as the slower of the link inside and all adapters of a machine together.
+The collectives are those of the traced step; ``part_traffic`` adds those of GPUs that have parts of the model. Bytes
+are those that one GPU sends in an optimizer step, by ring: an all-reduce of B bytes over n processes is ``2 (n - 1) / n
+B``, an all-gather or a reduce-scatter half of it (Rajbhandari et al., arXiv:1910.02054, section 7). Seconds are ``bytes
+/ bandwidth + hops * latency``; across machines the ring is as fast as the slower of the link inside and all adapters of
+a machine together.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.hardware.cards import Machines
 from finetune.hardware.rates import Rates
-from finetune.planner.pipelines import Stage, computed, is_gather, sent_bytes, sent_of, trained_share
-from finetune.trace.layers import Anatomy
+from finetune.planner.pipelines import is_gather
 from finetune.trace.powers import CONSTANT
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import HOST_COPY, Sent, Step
@@ -60,15 +60,15 @@ class Transfer:
 def transfers(step: Step, setting: Setting, machines: Machines, rates: Rates) -> tuple[Transfer, ...]:
     """All traffic of an optimizer step."""
     every = (
-        *_collectives(step.sent if setting.world_size > 1 else (), step, setting, machines),
+        *collectives(step.sent if setting.world_size > 1 else (), step, setting, machines),
         *_offload(step, setting, machines, rates),
-        *_offloaded_activations(step, setting, machines),
+        *offloaded_activations(step, setting, machines),
     )
     return tuple(each for each in every if each.bytes)
 
 
-def _collectives(every: Iterable[Sent], step: Step, setting: Setting, machines: Machines) -> list[Transfer]:
-    """Those of a kind together."""
+def collectives(every: Iterable[Sent], step: Step, setting: Setting, machines: Machines) -> list[Transfer]:
+    """Traced ones, those of a kind together."""
     found: dict[str, Transfer] = {}
     for each in every:
         if each.name == HOST_COPY:
@@ -79,87 +79,6 @@ def _collectives(every: Iterable[Sent], step: Step, setting: Setting, machines: 
             one = replace(one, bytes=known.bytes + one.bytes, calls=calls, seconds=seconds)
         found[one.what] = one
     return list(found.values())
-
-
-def pipeline_transfers(
-    step: Step, setting: Setting, machines: Machines, width: int, stages: Sequence[Stage]
-) -> tuple[Transfer, ...]:
-    """What a stage of a pipeline sends in an optimizer step: to its neighbours, and to its replicas, or to those that
-    hold shards of it (of the stage that sends them most).
-
-    Args:
-        width: elements of a hidden state.
-    """
-    replicas, times = setting.data_processes, computed(setting) * setting.parts
-    # of several machines some neighbours are in another one, and all wait for them
-    gb_per_second, latency = _route(machines, 2, machines.gpus_per_node if machines.nodes > 1 else replicas)
-    size, calls = sent_bytes(setting, width) * times, float(times)
-    seconds = size / (gb_per_second * 1e9) + latency * times
-    found = [
-        Transfer("hidden states to the next stage", "forward", size, calls, seconds, overlaps=False),
-        Transfer("gradients to the stage before", "backward", size, calls, seconds, overlaps=False),
-    ]
-    if setting.shards_parts:
-        of_all = replace(setting, accumulation=computed(setting))
-        of_stages = [_collectives(sent_of(step, setting, stage), step, of_all, machines) for stage in stages]
-        found += max(of_stages, key=lambda of_stage: sum(each.seconds for each in of_stage))
-    elif replicas > 1:
-        largest = max(trained_share(step, stage) for stage in stages)
-        elements = largest * sum(count * math.prod(shape) for shape, count in step.trained().items())
-        found.append(_over_replicas(elements, setting, *_route(machines, replicas, 1), replicas))
-    most = max(stage.layers for stage in stages)
-    every = (*found, *_offloaded_activations(step, setting, machines, share=most / step.layers))
-    return tuple(each for each in every if each.bytes)
-
-
-def tensor_transfers(
-    step: Step, setting: Setting, machines: Machines, rates: Rates, anatomy: Anatomy
-) -> tuple[Transfer, ...]:
-    """What GPUs that split layers send in an optimizer step: to one another, within each layer; and to their replicas,
-    or to those that hold shards of the same part.
-
-    Forward, hidden states are added up after attention and after the MLP, and once for the embeddings; backward, their
-    gradients before both, and once before the head (arXiv:1909.08053, section 3). Scores are put together. A layer that
-    is recomputed adds up again. All wait for it.
-
-    Args:
-        step: of the part of one GPU.
-        anatomy: of the whole model.
-    """
-    size, times, layers = setting.tensor, setting.accumulation, anatomy.layers
-    width = 4 if setting.precision == "no" else 2
-    again = (setting.recomputed_layers or layers) if setting.activation_checkpointing else 0
-    vocabulary = dict(anatomy.sizes)["vocab_size"]
-    gb_per_second, latency = _route(machines, size, 1)
-
-    def sums(what: str, when: When, elements: int, count: int, *, both_ways: int = 2) -> Transfer:
-        calls = float(count * times)
-        moved = both_ways * (size - 1) / size * setting.tokens * elements * width * calls
-        seconds = moved / (gb_per_second * 1e9) + both_ways * latency * calls
-        return Transfer(what, when, moved, calls, seconds, overlaps=False)
-
-    found = [
-        sums("all-reduce of hidden states", "forward", anatomy.width, 2 * layers + 1),
-        sums("all-gather of scores", "forward", vocabulary, 1, both_ways=1),
-        sums("all-reduce of gradients of hidden states", "backward", anatomy.width, 2 * layers + 1),
-        sums("all-reduce of hidden states, recomputed", "backward", anatomy.width, 2 * again),
-    ]
-    if setting.shards_parts:
-        found += transfers(step, setting, machines, rates)
-    else:
-        found += _offloaded_activations(step, setting, machines)
-        if (replicas := setting.data_processes) > 1:
-            elements = sum(count * math.prod(shape) for shape, count in step.trained().items())
-            found.append(_over_replicas(elements, setting, *_route(machines, replicas, size), replicas))
-    return tuple(each for each in found if each.bytes)
-
-
-def _over_replicas(elements: float, setting: Setting, gb_per_second: float, latency: float, replicas: int) -> Transfer:
-    """Gradients of so many weights, once in a step, beside no computation."""
-    gradients = elements * (2 if setting.weights == "bf16" else 4)
-    moved, calls = 2 * (replicas - 1) / replicas * gradients, max(1.0, gradients / BUCKET_BYTES)
-    seconds = moved / (gb_per_second * 1e9) + 2 * latency * calls
-    return Transfer("all-reduce over replicas", "step", moved, calls, seconds, overlaps=False)
 
 
 def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) -> Transfer:
@@ -176,7 +95,7 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
     replicas = placement.replicas // setting.experts
     is_of_replicas = what == "all-reduce" and members == replicas != setting.world_size
     stride = setting.world_size // replicas if is_of_replicas else setting.tensor
-    gb_per_second, latency = _route(machines, members, stride)
+    gb_per_second, latency = route(machines, members, stride)
     calls = sent.calls * times
     size = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens).value(sent.bytes)
     what += " of rows" if is_of_rows else " of counts" if is_exchange else ""
@@ -193,7 +112,7 @@ def _collective(sent: Sent, step: Step, setting: Setting, machines: Machines) ->
     )
 
 
-def _route(machines: Machines, members: int, stride: int) -> tuple[float, float]:
+def route(machines: Machines, members: int, stride: int) -> tuple[float, float]:
     """GB/s of one GPU in a ring, and seconds of its hops.
 
     Args:
@@ -241,7 +160,7 @@ def _offload(step: Step, setting: Setting, machines: Machines, rates: Rates) -> 
     return found
 
 
-def _offloaded_activations(step: Step, setting: Setting, machines: Machines, *, share: float = 1.0) -> list[Transfer]:
+def offloaded_activations(step: Step, setting: Setting, machines: Machines, *, share: float = 1.0) -> list[Transfer]:
     """What recomputed layers keep, which leaves in the forward pass and comes back in the backward pass.
 
     Args:

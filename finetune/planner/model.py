@@ -42,12 +42,13 @@ class Model:
 
     def memory(self, setting: Setting, *, large_workspaces: bool = True) -> StepMemory:
         """Bytes of a GPU at the peak of the step; see ``memory.step_memory``."""
-        return memory.step_memory(self.tracer.step(setting), setting, self.anatomy, large_workspaces=large_workspaces)
+        step, anatomy = self.tracer.step(setting), self.tracer.anatomy_of(setting)
+        return memory.step_memory(step, setting, anatomy, large_workspaces=large_workspaces)
 
     def time(self, setting: Setting, machines: Machines, *, mean_document_tokens: float) -> StepTime:
         """Seconds of the step; see ``speed.step_time``."""
-        step = self.tracer.step(setting)
-        return speed.step_time(step, setting, machines, self.anatomy, mean_document_tokens=mean_document_tokens)
+        step, anatomy = self.tracer.step(setting), self.tracer.anatomy_of(setting)
+        return speed.step_time(step, setting, machines, anatomy, mean_document_tokens=mean_document_tokens)
 
     def host_bytes(self, setting: Setting, *, processes_of_machine: int) -> int:
         """Host memory of one machine; see ``memory.host_bytes``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from finetune.config.strategy_names import TOGETHER
 from finetune.errors import InputError, RunStopped
-from finetune.planner.candidates import Judge, is_pointless, why_not
+from finetune.planner.candidates import Judge, is_pointless
 from finetune.planner.changes import (
     differing,
     given_up,
@@ -24,9 +24,9 @@ from finetune.planner.changes import (
     with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row, judged
+from finetune.planner.possible import why_not
 from finetune.planner.preference import simplest_of_the_fastest
 from finetune.planner.question import Question
-from finetune.trace.placement import SIZE_OF
 from finetune.trace.setting import Setting
 
 Change = Callable[[Setting], list[Setting]]
@@ -50,8 +50,8 @@ class Nearest:
         parts = [f"{key} to {value}" for key, value in self.changes.items()]
         launch = [f"accelerate_configs/{self.strategy}.yaml"] if self.strategy else []
         setting = self.row.setting
-        if (size := SIZE_OF.get(setting.strategy)) and (self.strategy or setting.strategy not in TOGETHER):
-            launch.append(f"--{size.key} {setting.size}")
+        if self.strategy or setting.strategy not in TOGETHER:
+            launch += [f"--{size.key} {number}" for size, number in setting.sizes.items()]
         joined = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
         both = (f"set {joined}" if parts else "", f"launch with {' '.join(launch)}" if launch else "")
         return ", and ".join(part for part in both if part)

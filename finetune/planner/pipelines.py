@@ -9,8 +9,9 @@ are on their way (``models.pipeline_order``), and each waits for the others for 
 gradients of weights are deferred, it waits without the time T_W of these, in which it computes its own: (S - 1) (T_F +
 T_B - T_W) of equal stages (arXiv:2401.10241, section 2.3); what they are made of is kept beside the activations.
 
-Where stages are sharded, the whole model is traced as if it were one stage, which is gathered layer by layer; of what
-stays gathered for a micro-batch, embedding and head, a stage has its own.
+Where the layers of stages are split, all this is of the trace of the part of each layer that one GPU has. Where stages
+are sharded, all of these layers are traced as if they were one stage, which is gathered layer by layer; of what is
+gathered beside them, embedding and head, a stage has its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,10 @@ class Stage:
     """Of the weights of embedding and head together, those that it has."""
 
     @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
     def is_last(self) -> bool:
         return self.number == self.of - 1
 
@@ -51,13 +56,19 @@ class Stage:
     def layers(self) -> int:
         return sum(end - first for first, end in self.spans)
 
+    def of_first(self, layers: int) -> int:
+        """Of so many first layers of the model, how many it has."""
+        return sum(min(max(0, layers - first), end - first) for first, end in self.spans)
+
     def ahead(self, order: Order, micro_batches: int) -> float:
         """Micro-batches whose activations it keeps at a time, parts of them added up as if they were equal."""
         return order.ahead(self.number, micro_batches) / order.parts
 
 
 def stages_of(setting: Setting, anatomy: Anatomy) -> list[Stage]:
-    """The stages that a run cuts the model into (``models.pipeline_stages``)."""
+    """The stages that a run cuts the model into (``models.pipeline_stages``); one of all layers where it does not."""
+    if setting.stages == 1:
+        return [Stage(0, 1, ((0, anatomy.layers),), 1.0)]
     found, spans = [], _cuts(anatomy.costs, setting.stages * setting.parts)
     for number in range(setting.stages):
         ends = (number == 0) + (number == setting.stages - 1)
@@ -74,7 +85,7 @@ def _recomputed(step: Step, stage: Stage) -> list[tuple[Step, int]]:
     stage's layers are as there. Where all layers are alike, that step alone."""
     if not isinstance(step, PartlyRecomputed):
         return [(step, stage.layers)]
-    again = sum(min(max(0, step.recomputed_layers - first), end - first) for first, end in stage.spans)
+    again = stage.of_first(step.recomputed_layers)
     return [(step.kept, stage.layers - again), (step.all_recomputed, again)]
 
 
@@ -88,7 +99,7 @@ def moments_of(
     """Moments of a stage's step. One some of whose layers are recomputed is taken to recompute none of those at hand.
 
     Args:
-        step: of the whole model on one GPU, or on those that hold shards of a stage.
+        step: of all layers, or of one GPU's part of each, on one GPU, or on those that hold shards of a stage.
         anatomy: of the whole model.
         on_course: those of the lower depth in their order, for a picture; else the highest of each span.
     """
@@ -105,7 +116,7 @@ def moments_of(
     elsewhere = _GatheredElsewhere.of(step, setting, stage, anatomy)
     found = own.course(micro_batch) if on_course else own.moments(micro_batch, accumulation=setting.accumulation)
     for moment in found:
-        if moment.phase in OF_LOSS and not stage.is_last:
+        if (moment.phase in OF_LOSS and not stage.is_last) or elsewhere.has(moment):
             continue
         held = dict(moment.categories)
         for name in OF_WEIGHTS:
@@ -122,32 +133,47 @@ def moments_of(
 
 @dataclass(frozen=True)
 class _GatheredElsewhere:
-    """Bytes of embedding and head that lie gathered in the traced process, and not in a stage."""
+    """What is gathered of embedding and head in the traced process, and not in a stage.
 
+    Each is gathered by itself (``distributed.part_shards``), before and after the layers. One weight that is both stays
+    gathered from the forward to the backward pass.
+    """
+
+    of_embedding: bool
+    """Whether the gathering of the embedding is one of what is elsewhere."""
+    of_scores: bool
+    """Whether that of the head is."""
     weights: float
-    """That stay gathered from the forward to the backward pass."""
+    """Bytes of one that is both."""
     of_head: float
-    """Of the gradient of the head, which waits from the beginning of the backward pass for that of the embedding."""
+    """Of its gradient by the head, which waits from the beginning of the backward pass for that by the embedding."""
 
     @classmethod
     def of(cls, step: Step, setting: Setting, stage: Stage, anatomy: Anatomy) -> "_GatheredElsewhere":
         if not setting.shards_parts:
-            return cls(0.0, 0.0)
+            return cls(False, False, 0.0, 0.0)
+        if not anatomy.ties:
+            return cls(not stage.is_first, not stage.is_last, 0.0, 0.0)
         ends = _without_layers(step)
-        gathers = [each for each in ends.sent if is_gather(each) and each.phase == "forward" and each.calls > 0]
-        gathered = sum(each.bytes.get(CONSTANT, 0.0) for each in gathers)
+        gathers = [each for each in ends.sent if is_gather(each) and each.phase == "forward"]
+        # layers are left out, but for what is lost in rounding
+        gathered = sum(round(each.calls / ends.micro_batches) * each.bytes.get(CONSTANT, 0.0) for each in gathers)
         width = 4 if setting.precision == "no" else COPY_BYTES
-        of_head = width * _elements(ends.trained()) * (1.0 if anatomy.ties else 0.5)
-        return cls((1 - stage.share_of_ends) * gathered, 0.0 if stage.is_last else of_head)
+        of_head = 0.0 if stage.is_last else width * _elements(ends.trained())
+        has_none = not stage.share_of_ends
+        return cls(has_none, has_none, (1 - stage.share_of_ends) * gathered, of_head)
+
+    def has(self, moment: Moment) -> bool:
+        """Whether it is one of gathering, or adding up, what is not in the stage."""
+        _, _, where, number = moment.place or ("", 0, "", 0)
+        if where != "apart" or moment.phase not in ("forward", "backward"):
+            return False
+        return self.of_embedding if number == (moment.phase == "backward") else self.of_scores
 
     def at(self, moment: Moment) -> float:
-        """Before the layers' forward pass twice the weights, which are copied out of the buffer that they are gathered
-        in; after their backward pass in their place the gradients, in fp32, in the buffer that is added up."""
+        """Bytes of the moments of a stage."""
         if moment.phase == "step":
             return 0.0
-        _, _, where, number = moment.place or ("", 0, "", 0)
-        if where == "apart" and (moment.phase, number) in (("forward", 0), ("backward", 1)):
-            return 2 * self.weights
         return self.weights + (self.of_head if moment.phase == "backward" else 0.0)
 
 
@@ -170,12 +196,14 @@ def sent_of(step: Step, setting: Setting, stage: Stage) -> list[Sent]:
         for each in like.with_layers(stage.layers).sent
         if layers
     ]
-    elsewhere = 1 - stage.share_of_ends
-    found += [
-        replace(each, calls=-elsewhere * each.calls) for each in _without_layers(step).sent if is_of_weights(each)
+    for each in filter(is_of_weights, _without_layers(step).sent):
+        # once more for the backward pass of an embedding that is not the head too
+        elsewhere = 1 - (stage.is_first if is_gather(each) and each.phase == "backward" else stage.share_of_ends)
+        found.append(replace(each, calls=-elsewhere * each.calls))
+    times, least = setting.parts, 1e-6  # less is lost in rounding
+    return [
+        replace(each, calls=each.calls * (times if is_gather(each) else 1)) for each in found if abs(each.calls) > least
     ]
-    times = setting.parts
-    return [replace(each, calls=each.calls * (times if is_gather(each) else 1)) for each in found if each.calls]
 
 
 def kept_by_layer(step: Step, micro_batch: MicroBatch) -> float:
@@ -215,7 +243,7 @@ def _layers_passed(moment: Moment, layers: int) -> int:
 
 def trained_share(step: Step, stage: Stage) -> float:
     """Of all trained weights, those of a stage."""
-    return _trained(step, stage) / max(1.0, _elements(step.trained()))
+    return trained_elements(step, stage) / max(1.0, _elements(step.trained()))
 
 
 def kernels_of(step: Step, setting: Setting, stage: Stage) -> list[Kernel]:
@@ -247,19 +275,20 @@ def sent_bytes(setting: Setting, width: int) -> int:
 
 def _buffers(setting: Setting, stage: Stage, micro_batch: MicroBatch, width: int) -> float:
     """For what a stage receives of its neighbours, of all micro-batches of a step (``distributed.pipeline_step``)."""
-    neighbours = 2 * setting.parts - (stage.number == 0) - stage.is_last
+    neighbours = 2 * setting.parts - stage.is_first - stage.is_last
     return float(neighbours * computed(setting) * sent_bytes(setting, width))
 
 
 def _copies(step: Step, setting: Setting, stage: Stage) -> float:
     has_masters = setting.weights == "fp32_master" and setting.precision != "no" and not setting.shards_parts
-    return COPY_BYTES * _trained(step, stage) if has_masters else 0.0
+    return COPY_BYTES * trained_elements(step, stage) if has_masters else 0.0
 
 
-def _trained(step: Step, stage: Stage) -> float:
-    ends = _elements(_without_layers(step).trained())
+def trained_elements(step: Step, stage: Stage) -> float:
+    """Of the trained weights of a stage."""
     like = step.kept if isinstance(step, PartlyRecomputed) else step
-    return _elements(like.with_layers(stage.layers).trained()) - (1 - stage.share_of_ends) * ends
+    own, elsewhere = _elements(like.with_layers(stage.layers).trained()), 1 - stage.share_of_ends
+    return own - elsewhere * _elements(_without_layers(step).trained()) if elsewhere else own
 
 
 def _elements(shapes: Mapping[tuple[int, ...], int]) -> float:

@@ -8,14 +8,14 @@ the simplest wins: 100 tokens/s under zero2, 95 under ddp and 80 under fsdp2 are
 from collections.abc import Iterable, Sequence
 
 from finetune.config.compatibility import Cell
+from finetune.config.strategy_names import STRATEGIES
 from finetune.planner.changes import reduction
 from finetune.planner.judged_rows import Row
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Setting
 
 SAME_SPEED = 0.10
 """Share by which the speeds of two rows may differ and be equal: predictions across strategies are no better."""
-SIMPLEST_FIRST = tuple(sorted(PLANNED, key=lambda strategy: Cell(strategy, None, "none", "adamw").offloads))
+SIMPLEST_FIRST = tuple(sorted(STRATEGIES, key=lambda strategy: Cell(strategy, None, "none", "adamw").offloads))
 """Strategies: what needs no further package comes first, offload last."""
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from finetune.config.strategy_names import STRATEGIES
 from finetune.hardware.cards import Machines
 from finetune.planner.model import Model
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Method, Setting
 
 METHODS = {
@@ -30,7 +30,7 @@ class Question:
     attended_tokens: float | None = None
     """Tokens of the document of a token, on average over tokens; None where documents are of equal length."""
     methods: tuple[Method, ...] = tuple(METHODS.values())
-    strategies: tuple[str, ...] = PLANNED
+    strategies: tuple[str, ...] = STRATEGIES
     checkpointing: tuple[bool, ...] = (False, True)
     """Activation checkpointing, as far as it is left open."""
     micro_batch_size: int | None = None

@@ -14,7 +14,8 @@ from dataclasses import astuple, dataclass, fields, replace
 from finetune.hardware.cards import Gpu, Machines, stand_in
 from finetune.hardware.rates import Rates, rates_of
 from finetune.planner import pipelines
-from finetune.planner.communication import Transfer, pipeline_transfers, tensor_transfers, transfers
+from finetune.planner.communication import Transfer, transfers
+from finetune.planner.part_traffic import part_transfers
 from finetune.trace.layers import Anatomy
 from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
@@ -147,8 +148,7 @@ def step_time(
     forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
     known = replace(machines, gpu=gpu)
     splits = setting.tensor > 1
-    of_all = step, setting, known, rates
-    sent = tensor_transfers(*of_all, anatomy) if splits else transfers(*of_all)
+    sent = part_transfers(step, setting, known, anatomy) if splits else transfers(step, setting, known, rates)
     communication, offload = _exposed(sent, forward, backward, setting)
     micro = setting.accumulation / traced
     every = [passes["forward"]] * setting.forward_passes + [passes["backward"]]
@@ -182,17 +182,18 @@ def _pipeline_time(
 ) -> StepTime:
     """Of a pipeline: its slowest stage, and what it waits for the others (see ``planner.pipelines``).
 
-    Stages hand on hidden states and gradients beside no computation (PyTorch's 1F1B waits for both).
+    Stages hand on hidden states and gradients beside no computation (PyTorch's 1F1B waits for both), and so are they
+    added up within split layers.
     """
     rates, traced = rates_of(machines.gpu), step.micro_batches
     stages = pipelines.stages_of(setting, anatomy)
     of_stages = [pipelines.kernels_of(step, setting, stage) for stage in stages]
     passes = [pass_of(kernels, micro_batch, machines.gpu, rates, attended) for kernels in of_stages]
-    sent = pipeline_transfers(step, setting, machines, anatomy.width, stages)
+    sent = part_transfers(step, setting, machines, anatomy)
     micro_batches = pipelines.computed(setting)
     passes_through = micro_batches * setting.parts
     in_passes = [each for each in sent if each.when != "step" and each.is_collective]
-    handed_on = sum(each.seconds for each in in_passes if not each.overlaps) / passes_through
+    alone = sum(each.seconds for each in in_passes if not each.overlaps) / passes_through
     host_copies = sum(each.seconds for each in sent if not each.is_collective)
     slowest = max(passes, key=lambda each: each.seconds)
     of_others = sum(each.seconds for each in passes) - slowest.seconds
@@ -202,7 +203,7 @@ def _pipeline_time(
     deferred = pipelines.deferred_share(setting, anatomy) * (sum(products) - products[passes.index(slowest)])
     steps = [each for each in step.kernels if each.phase == "step"]
     update = pass_of(steps, micro_batch, machines.gpu, rates, attended).seconds
-    micro, handovers = setting.accumulation / traced, passes_through + setting.stages - 1
+    micro, in_turn = setting.accumulation / traced, passes_through + setting.stages - 1
     trains_nothing = (micro_batches - setting.accumulation) * slowest.seconds
     backward = [each for each in of_stages[passes.index(slowest)] if each.phase == "backward"]
     of_backward = pass_of(backward, micro_batch, machines.gpu, rates, attended).seconds
@@ -210,11 +211,11 @@ def _pipeline_time(
     beside = ((slowest.seconds - of_backward) / traced, of_backward / traced)
     of_shards = tuple(each for each in in_passes if each.overlaps)
     gathers, _ = _exposed(of_shards, *beside, replace(setting, accumulation=micro_batches))
-    gathers *= (passes_through + setting.stages - 1) / passes_through
+    gathers *= in_turn / passes_through
     return StepTime(
         parts=Parts(
             **{field.name: micro * getattr(slowest, field.name) for field in fields(Pass)},
-            communication=handovers * handed_on + gathers + sum(each.seconds for each in sent if each.when == "step"),
+            communication=in_turn * alone + gathers + sum(each.seconds for each in sent if each.when == "step"),
             offload=max(0.0, host_copies - micro * slowest.seconds),  # which run beside all passes
             optimizer=update * max(pipelines.trained_share(step, stage) for stage in stages),
             idle=((of_others - 2 * deferred) / setting.parts + trains_nothing) / traced,

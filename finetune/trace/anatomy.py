@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import deferred_gradients, expert_layers, packing_support, pipeline_stages, tensor_plan
+from finetune.models import deferred_gradients, expert_layers, packing_support, pipeline_stages, routers, tensor_plan
 from finetune.models.attention import PACKED
 from finetune.trace.layers import Anatomy, repetition
 from finetune.trace.placement import SPLITS
@@ -54,6 +54,9 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
             for bits in (None, 4)
             for reason in list(tensor_plan.why_not(skeleton, parts, bits=bits))[:1]
         ),
+        split_names=tuple(sorted(tensor_plan.split_names(skeleton))),
+        router_coefficient=routers.own_coefficient(skeleton),
+        balances=routers.top_k_of(skeleton) is not None,
     )
 
 

@@ -17,11 +17,13 @@ from finetune.compat.fake_tensors import FakeStore, answer_replicas
 from finetune.compat.peft_private import import_peft
 from finetune.compat.quick_operations import TracingMode
 from finetune.compat.torch_private import without_modes
-from finetune.config.compatibility import refusal
+from finetune.config.compatibility import refusal, shard_problems
+from finetune.config.strategy_names import splits_layers
 from finetune.data.batches import document_bounds
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.sharding import engine_of
 from finetune.errors import InputError, refuse_if_any
+from finetune.models import tensor_plan
 from finetune.models.context_attention import Bounds, ContextShare
 from finetune.shipped import shipped_files
 from finetune.trace import building
@@ -36,7 +38,7 @@ from finetune.trace.patches import (
     routers_are_balanced,
     scores_in_two_parts,
 )
-from finetune.trace.placement import LAUNCHES_ONE_PART, SIZE_OF, world_sizes_problem
+from finetune.trace.placement import LAUNCHES_ONE_PART, world_sizes_problem
 from finetune.trace.setting import Setting
 from finetune.trace.work import Calls
 from finetune.training import loss, step
@@ -102,7 +104,7 @@ def stepped(
 def problems(setting: Setting) -> list[str]:
     """Why a setting cannot be trained, as sentences."""
     is_one_part = setting.shards_parts and setting.size == 1
-    sizes = setting.strategy, setting.world_size, setting.size
+    sizes = setting.strategy, setting.world_size, setting.sizes
     found = refusal(setting.cell), None if is_one_part else world_sizes_problem(*sizes)
     return [sentence for sentence in found if sentence]
 
@@ -115,8 +117,8 @@ def _launched(setting: Setting, rank: int) -> Iterator[None]:
     file = shipped_files() / "accelerate_configs" / f"{name}.yaml"
     precision = "bf16" if setting.precision == "fp16" else setting.precision
     os.environ.update(launch_environment(file, setting.world_size, precision))
-    if size := SIZE_OF.get(name):
-        os.environ[size.key.upper()] = str(getattr(setting, size.field))
+    if not setting.shards_parts:  # of which only one part is here
+        os.environ.update({size.key.upper(): str(number) for size, number in setting.sizes.items()})
     is_distributed = setting.placement.framework != "plain"
     if is_distributed:
         place = {"RANK": rank, "WORLD_SIZE": setting.world_size}
@@ -161,6 +163,8 @@ def _trace(
     optimizer = building.optimizer_of(model, setting, fused=True)  # as on a GPU
     bare, ledger.built, head = model, ledger.events, loss.head_of(model)
     if strategy.shards_parts:
+        if splits_layers(setting.strategy):  # of the part, as a run asks of the whole model
+            refuse_if_any(shard_problems(setting.strategy, tensor_plan.bundled(model, 1)))
         OnePart(model, strategy, accelerator.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

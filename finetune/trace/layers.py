@@ -52,6 +52,12 @@ class Anatomy:
     """Of each layer, which several GPUs may share; 0 of a model without any."""
     not_split: tuple[tuple[int, int | None, str], ...] = ()
     """Why its layers cannot be split, as a clause: over so many GPUs, in so many bits."""
+    split_names: tuple[str, ...] = ()
+    """Last names of the linear layers that are split then."""
+    router_coefficient: float = 0.0
+    """Of a loss that balances its experts, by its own configuration."""
+    balances: bool = False
+    """Whether there is such a loss for it."""
 
     def depths(self, least: int) -> tuple[int, int]:
         """Two numbers of layers to trace; twice all where these are less work.

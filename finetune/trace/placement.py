@@ -4,30 +4,28 @@ Read off ``accelerate_configs/*.yaml`` and ``distributed/``; ``tests/test_plan_s
 real processes hold.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES, TOGETHER
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, TOGETHER, Size
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
-PLANNED = tuple(strategy for strategy in STRATEGIES if len(SIZES.get(strategy, ())) < 2)
-"""Strategies that the planner knows."""
-SIZE_OF = {strategy: size for strategy in PLANNED for size in SIZES.get(strategy, ())}
-"""The size of each that has one."""
 SPLITS = (2, 4, 8)
 """Numbers of GPUs that may share each row, each layer or its experts, inside a machine."""
 ONE_PART = "fsdp2_tp"
 """Strategy of the trace of one part of a model by itself, whatever it is a part of."""
 LAUNCHES_ONE_PART = "ddp"
 """Strategy file by which the processes are launched that shard it: those of parts take at least two of them."""
-TAKEN_TOGETHER = {
-    "context": "{strategy} has each row computed by {size} GPUs; take a multiple of them.",
-    "stages": "{strategy} has {size} stages, each on GPUs of its own; take a multiple of {size} GPUs.",
-    "tensor": "{strategy} splits each layer over {size} GPUs; take a multiple of them.",
-    "experts": "{strategy} has the experts of each layer shared by {size} GPUs; take a multiple of them.",
+DOES_TOGETHER = {
+    "context": "has each row computed by {} GPUs",
+    "stages": "has {} stages, each on GPUs of its own",
+    "tensor": "splits each layer over {} GPUs",
+    "experts": "has the experts of each layer shared by {} GPUs",
 }
-"""Which numbers of GPUs a strategy takes, by the field of its size."""
+"""What so many GPUs do, by the field of a strategy's size."""
 Place = Literal["gpu", "host", "disk"]
 
 
@@ -73,16 +71,13 @@ def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
     """The placement of a strategy file on so many processes.
 
     Args:
-        size: processes that do together what the strategy is for.
+        size: processes that do together what the strategy is for: of several sizes their product.
     """
     n = world_size
     shards, of_part = n // REPLICAS, n // size
     return {
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
-        "pp": Placement(1, 1, 1, n, "in_parts"),  # of a stage: how many there are is the setting's to say
-        "tp": Placement(1, 1, 1, n, "in_parts"),  # of a part of each layer, likewise
-        "ep": Placement(1, 1, 1, n, "in_parts"),  # of what is no expert
         "fsdp2": Placement(n, n, n, 1, "fully_shard"),
         "fsdp2_offload": Placement(n, n, n, 1, "fully_shard", weights_on="host", optimizer_on="host"),
         "hsdp": Placement(shards, shards, shards, REPLICAS, "fully_shard"),
@@ -91,6 +86,9 @@ def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
         "zero3": Placement(n, n, n, 1, "zero", 3),
         "zero3_offload": Placement(n, n, n, 1, "zero", 3, weights_on="host", optimizer_on="host"),
         "zero3_nvme": Placement(n, n, n, 1, "zero", 3, weights_on="disk", optimizer_on="disk"),
+        **dict.fromkeys(
+            IN_PARTS, Placement(1, 1, 1, n, "in_parts")
+        ),  # of a part: into how many is the setting's to say
         **dict.fromkeys(TOGETHER, Placement(n, n, n, 1, "fully_shard")),
         **dict.fromkeys(SHARDED_PARTS.values(), Placement(of_part, of_part, of_part, 1, "fully_shard")),
     }[strategy]
@@ -113,16 +111,21 @@ def traced_as(strategy: str, world_size: int, size: int = 1) -> tuple[str, int]:
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
-def world_sizes_problem(strategy: str, world_size: int, size: int = 1) -> str | None:
+def world_sizes_problem(strategy: str, world_size: int, sizes: Mapping[Size, int]) -> str | None:
     """Why a strategy cannot run on so many GPUs, as a sentence; None if it can.
 
     Args:
-        size: GPUs that do together what the strategy is for.
+        sizes: how many GPUs do together each thing that the strategy is for.
     """
-    if strategy in SIZE_OF and (size == 1 or world_size % size):
-        return TAKEN_TOGETHER[SIZE_OF[strategy].field].format(strategy=strategy, size=max(2, size))
-    if strategy in SHARDED_PARTS.values() and world_size == size:
-        return f"{strategy} shards each part over the GPUs that have the same one; take at least {2 * size} of them."
+    together = math.prod(sizes.values())
+    if 1 in sizes.values() or world_size % together:
+        least = {size: max(2, number) for size, number in sizes.items()}
+        what = " and ".join(DOES_TOGETHER[size.field].format(number) for size, number in least.items())
+        return f"{strategy} {what}; take a multiple of {math.prod(least.values())} GPUs."
+    if strategy in SHARDED_PARTS.values() and world_size == together:
+        return (
+            f"{strategy} shards each part over the GPUs that have the same one; take at least {2 * together} of them."
+        )
     if strategy == "single" and world_size > 1:
         return "single is for one GPU; take ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):

@@ -9,11 +9,11 @@ from finetune.config import sections
 from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
 from finetune.config.recipe_classes import PairedRun
-from finetune.config.strategy_names import SHARDED_PARTS
+from finetune.config.strategy_names import SHARDED_PARTS, SIZES, Size
 from finetune.models.pipeline_order import Order
-from finetune.trace.placement import SIZE_OF, Placement, placement_of
+from finetune.trace.placement import Placement, placement_of
 
-APART: dict[str, Any] = {size.field: 1 for size in SIZE_OF.values()}
+APART: dict[str, Any] = {size.field: 1 for sizes in SIZES.values() for size in sizes}
 """Sizes of a setting whose GPUs do nothing together."""
 
 
@@ -175,9 +175,14 @@ class Setting:
         return placement_of(self.strategy, self.world_size, self.size)
 
     @property
+    def sizes(self) -> dict[Size, int]:
+        """How many GPUs do together each thing that the strategy is for."""
+        return {size: getattr(self, size.field) for size in SIZES.get(self.strategy, ())}
+
+    @property
     def size(self) -> int:
-        """GPUs that do together what the strategy is for; 1 where it is for nothing of the kind."""
-        return getattr(self, SIZE_OF[self.strategy].field) if self.strategy in SIZE_OF else 1
+        """GPUs that do together all that the strategy is for; 1 where it is for nothing of the kind."""
+        return math.prod(self.sizes.values())
 
     @property
     def shards_parts(self) -> bool:
@@ -191,8 +196,8 @@ class Setting:
 
     @property
     def launched(self) -> str:
-        """Its strategy, with its size."""
-        return f"{self.strategy} {self.size}" if self.size > 1 else self.strategy
+        """Its strategy, with its sizes as ``finetune train --size`` takes them: tp_pp 4x2."""
+        return f"{self.strategy} {'x'.join(map(str, self.sizes.values()))}" if self.size > 1 else self.strategy
 
     @property
     def cell(self) -> Cell:

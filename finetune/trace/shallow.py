@@ -149,6 +149,8 @@ class Step:
         Raises:
             InputError: if all layers were traced at once, which tells nothing of fewer.
         """
+        if layers == self.layers:
+            return self
         if self.high is self.low:
             raise InputError(f"With {self.layers} layers this model is too small to plan a part of it.")
         return replace(self, layers=layers)
@@ -287,6 +289,21 @@ def by_category(held: Held, micro_batch: MicroBatch) -> dict[str, float]:
 def between(low: Mapping[Key, float], high: Mapping[Key, float], ratio: float) -> dict[Key, float]:
     """Sizes on the straight line from one to another, or beyond: at 0 those of ``low``, at 1 those of ``high``."""
     return {key: low.get(key, 0) + (high.get(key, 0) - low.get(key, 0)) * ratio for key in low.keys() | high.keys()}
+
+
+def with_scores_put_together(depth: Depth, parts: int) -> Depth:
+    """Of one of so many parts of a model, whose scores are put together with the others': of all tokens, and so of as
+    many times fewer positions at a time."""
+
+    def whole(held: Held) -> Held:
+        return {
+            (category, power): size * (parts if category == "logits" and power[2] else 1)
+            for (category, power), size in held.items()
+        }
+
+    spans = (replace(span, moments=tuple(map(whole, span.moments))) for span in depth.spans)
+    at_once = max(1, depth.most_scored // parts) if depth.most_scored else 0
+    return replace(depth, spans=tuple(spans), most_scored=at_once)
 
 
 def record_of(depth: Depth) -> dict[str, Any]:

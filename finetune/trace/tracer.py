@@ -26,8 +26,8 @@ from finetune.trace.layers import Anatomy
 from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
-from finetune.trace.setting import Setting, frozen
-from finetune.trace.shallow import Depth, Step, depth_of
+from finetune.trace.setting import APART, Setting, frozen
+from finetune.trace.shallow import Depth, Step, depth_of, with_scores_put_together
 from finetune.trace.tensor_parts import part_config
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
@@ -91,7 +91,7 @@ def with_part_alone(setting: Setting) -> Setting:
 
 def with_whole_layers(setting: Setting) -> Setting:
     """Where GPUs split layers, of the whole model on one GPU: its weights are those of a checkpoint."""
-    return replace(setting, strategy="single", world_size=1, tensor=1) if setting.tensor > 1 else setting
+    return replace(setting, strategy="single", world_size=1, **APART) if setting.tensor > 1 else setting
 
 
 class Tracer:
@@ -104,6 +104,7 @@ class Tracer:
         row_tokens: int,
         on_progress: Callable[[int, int], None] = lambda done, of: None,
         folder: Path | None = None,
+        parts_of_scores: int = 1,
     ) -> None:
         """
         Args:
@@ -111,10 +112,12 @@ class Tracer:
             row_tokens: positions of the rows that are asked about; shorter ones may be asked about too.
             on_progress: told of traces that are done, and how many there are in all, before and after each.
             folder: where traces are remembered; by default in ``cache.cache_folder``.
+            parts_of_scores: of which the model has one, where it is a part itself.
         """
         self.model_config = dict(model_config)
         self.row_tokens = row_tokens
         self.on_progress = on_progress
+        self.parts_of_scores = parts_of_scores
         self.folder = folder or cache_folder() / OWN_NAME
         self._child: Child | None = None
         self._parts: dict[int, Tracer] = {}
@@ -140,7 +143,11 @@ class Tracer:
         if parts not in self._parts:
             config = part_config(self.model_config, dict(self.anatomy.sizes), parts)
             self._parts[parts] = Tracer(
-                config, row_tokens=self.row_tokens, on_progress=self.on_progress, folder=self.folder
+                config,
+                row_tokens=self.row_tokens,
+                on_progress=self.on_progress,
+                folder=self.folder,
+                parts_of_scores=dict(self.anatomy.sizes)["vocab_size"] // config["vocab_size"],
             )
         return self._parts[parts]
 
@@ -166,6 +173,17 @@ class Tracer:
             _write(file, answer)
         fields = answer["anatomy"]
         return Anatomy(**{name: frozen(value) for name, value in fields.items()}), answer["model"]
+
+    def anatomy_of(self, setting: Setting) -> Anatomy:
+        """The model's sizes; of what its layers can defer, those of the part that one GPU has.
+
+        Raises:
+            InputError: if it is not one of the models of which a part can be traced.
+        """
+        if setting.tensor == 1:
+            return self.anatomy
+        part = self._of_part(setting.tensor).anatomy
+        return replace(self.anatomy, deferrable_share=part.deferrable_share, deferrable_width=part.deferrable_width)
 
     def micro_batch(self, setting: Setting) -> MicroBatch:
         """That is traced: of primes that divide no dimension of the model, of its adapter, or of their shards."""
@@ -236,7 +254,7 @@ class Tracer:
                     f"The step under {key.strategy} cannot be traced with the versions of the libraries that are "
                     f"installed ({answer['failed']})."
                 )
-            depths.append(depth_of(answer["depth"]))
+            depths.append(with_scores_put_together(depth_of(answer["depth"]), self.parts_of_scores))
         low, high = depths
         return Step(self.anatomy.layers, low, low if low.layers == high.layers else high, key.placement.reach)
 

@@ -21,6 +21,7 @@ from finetune.config.refusals import (
     planner_problems,
     position_problems,
 )
+from finetune.config.strategy_names import STRATEGIES
 from finetune.config.token_budget import budget_problems, in_rows
 from finetune.data import named_templates
 from finetune.errors import InputError, refuse_if_any
@@ -30,7 +31,6 @@ from finetune.models.model_config import read_config
 from finetune.planner.candidates import splits
 from finetune.planner.model import Model
 from finetune.planner.question import METHODS, Question
-from finetune.trace.placement import PLANNED
 from finetune.trace.setting import Method, Setting
 from finetune.trace.tracer import Tracer
 from finetune.units import GIB
@@ -175,7 +175,7 @@ def asked(
         global_batch_size=batch,
         mean_document_tokens=min(options.document_tokens or math.inf, read.longest_document_tokens),
         methods=methods,
-        strategies=(_planned(options.strategy),) if options.strategy else PLANNED,
+        strategies=(strategy_named(options.strategy),) if options.strategy else STRATEGIES,
         checkpointing=read.checkpointing,
         micro_batch_size=read.micro_batch_size,
         chosen=frozenset(cfg.train.model_fields_set & {"weights", "optimizer"}),
@@ -279,7 +279,7 @@ def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
     found += packing_problems(read.machines.gpu.compute_capability) if data.packing else []
     found += fp8_problems(
         read.cfg.model.fp8,
-        strategy=_planned(options.strategy) if options.strategy else "",
+        strategy=strategy_named(options.strategy) if options.strategy else "",
         bits=read.method.bits,
         precision=read.precision,
         capability=read.machines.gpu.compute_capability,
@@ -294,15 +294,8 @@ def _contradictions(read: _Read, options: Options, batch: int) -> list[str]:
     return found + batch_problems(batch, micro_batch_size, _data_processes(read.machines, options))
 
 
-def _planned(name_or_file: str) -> str:
-    strategy = strategy_named(name_or_file)
-    if strategy not in PLANNED:
-        raise InputError(f"--strategy: the planner does not know {strategy} yet; leave it out, or name another.")
-    return strategy
-
-
 def _data_processes(machines: Machines, options: Options) -> int:
     """GPUs that compute different rows, at least: where several compute each together, as many as there may be."""
-    named, world_size = _planned(options.strategy) if options.strategy else "", machines.world_size
+    named, world_size = strategy_named(options.strategy) if options.strategy else "", machines.world_size
     sizes = splits(named, machines, layers=world_size)
     return min(Setting(named, world_size, **each).data_processes for each in sizes)

@@ -6,7 +6,7 @@ A lever is named if it is possible and not pulled yet; by how much it helps is n
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from finetune.planner.candidates import is_pointless, why_not
+from finetune.planner.candidates import is_pointless
 from finetune.planner.changes import (
     in_4_bits,
     sharded,
@@ -19,6 +19,7 @@ from finetune.planner.changes import (
     with_shorter_rows,
 )
 from finetune.planner.judged_rows import Row
+from finetune.planner.possible import why_not
 from finetune.planner.preference import SIMPLEST_FIRST
 from finetune.planner.question import Question
 from finetune.trace.placement import Placement

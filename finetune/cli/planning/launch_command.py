@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import KEYS, differing
 from finetune.planner.question import Question
-from finetune.trace.placement import SIZE_OF
 from finetune.trace.setting import Setting
 
 WIDTH = 80
@@ -34,8 +33,7 @@ def launcher_flags(setting: Setting, machines: Machines) -> list[list[str]]:
         ["--config_file", f"accelerate_configs/{setting.strategy}.yaml"],
         ["--num_processes", str(setting.world_size)],
     ]
-    if size := SIZE_OF.get(setting.strategy):
-        flags.append([f"--{size.key}", str(setting.size)])
+    flags += [[f"--{size.key}", str(number)] for size, number in setting.sizes.items()]
     if machines.nodes > 1:
         flags += [
             ["--num_machines", str(machines.nodes)],
