@@ -1,13 +1,19 @@
 """What a process of a run of the recipe holds of each kind."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune import distributed
+from finetune.trace.shallow import Moment
+
+ROUNDING = 512
+"""Bytes to whose multiples each block is rounded up in a step."""
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -53,3 +59,18 @@ def bytes_held(config: Any) -> dict[str, Any]:
         "stepped": sum(size for size, _ in stepped.values()),
         "state": sum(local(value).nbytes for value in states),
     }
+
+
+def assert_as_planned(planned: Iterable[Moment], everyone: Sequence[dict[str, Any]]) -> None:
+    """That processes hold what a plan has in the optimizer's step, but for the rounding of blocks.
+
+    Args:
+        planned: moments of a step.
+        everyone: of each process, what ``bytes_held`` returned.
+    """
+    found = max((each for each in planned if each.phase == "step"), key=lambda each: each.bytes).categories
+    for real in everyone:
+        room = ROUNDING * (len(real["tensors"]) + 2)
+        assert found["weights"] == pytest.approx(real["parameters"], abs=room)
+        assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
+        assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)

@@ -48,8 +48,6 @@ MIXTURE = {
 }
 SHARED = Setting("ep", 8, experts=4, row_tokens=TOKENS, accumulation=3, layout="flat")
 MACHINES = parse_gpus("8xH100")
-ROUNDING = 512
-"""Bytes to whose multiples each block is rounded up in a step."""
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
     "lora": ({"adapter": "lora", "rank": 4}, {"adapter__type": "lora", "adapter__rank": 4}),
@@ -93,12 +91,7 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
     setting = replace(SHARED, world_size=2, experts=2, accumulation=2, **asked)
     step = traced_step(described, setting, row_tokens=TOKENS)
     every = step.moments(step.micro_batch(2, TOKENS), accumulation=2)
-    found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
-    for real in everyone:
-        room = ROUNDING * (len(real["tensors"]) + 2)
-        assert found["weights"] == pytest.approx(real["parameters"], abs=room)
-        assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
-        assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+    live_bytes.assert_as_planned(every, everyone)
 
 
 EVERY_EXPERT = MIXTURE | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 4}
@@ -165,7 +158,7 @@ def test_more_gpus_for_the_experts_hold_less_of_them_and_checkpoints_are_of_whol
     for size in (2, 4, 8):
         shared = replace(SHARED, experts=size)
         weights = mixture.memory(shared).parts["weights"]
-        assert weights == pytest.approx(others + experts / size, abs=ROUNDING * 100)
+        assert weights == pytest.approx(others + experts / size, abs=live_bytes.ROUNDING * 100)
         assert mixture.checkpoint_bytes(shared) == mixture.checkpoint_bytes(Setting())
         copies = reference_bytes(mixture.tracer.step(shared), replace(shared, reference="model"))
         assert copies == others + experts // size

@@ -47,8 +47,6 @@ STAGED = Setting("fsdp2_pp", 8, stages=2, row_tokens=TOKENS, accumulation=4, lay
 MACHINES = parse_gpus("4x2xH100")
 LLAMA_70B = arithmetic("llama-3.1-70b")
 AS_STAGES = {"strategy": "fsdp2_pp", "tensor": 1, "stages": 4}
-ROUNDING = 512
-"""Bytes to whose multiples each block is rounded up in a step."""
 ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
     "lora": ({"adapter": "lora", "rank": 4}, {"adapter__type": "lora", "adapter__rank": 4}),
@@ -87,12 +85,7 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
     assert len(everyone) == 4
     step = traced_step(described, replace(SPLIT, world_size=4, accumulation=2, **asked), row_tokens=TOKENS)
     every = step.moments(step.micro_batch(2, TOKENS), accumulation=2)
-    found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
-    for real in everyone:
-        room = ROUNDING * (len(real["tensors"]) + 2)
-        assert found["weights"] == pytest.approx(real["parameters"], abs=room)
-        assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
-        assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+    live_bytes.assert_as_planned(every, everyone)
 
 
 @pytest.mark.parametrize("method", ADAPTED)
@@ -112,12 +105,7 @@ def test_weights_gradients_and_state_of_stages_are_those_that_real_stages_hold(
         step, anatomy = tracer.step(two), tracer.anatomy
     for stage in pipelines.stages_of(two, anatomy):
         every = pipelines.moments_of(step, two, stage, step.micro_batch(2, TOKENS), anatomy)
-        found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
-        for real in everyone[2 * stage.number : 2 * stage.number + 2]:
-            room = ROUNDING * (len(real["tensors"]) + 2)
-            assert found["weights"] == pytest.approx(real["parameters"], abs=room)
-            assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
-            assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+        live_bytes.assert_as_planned(every, everyone[2 * stage.number : 2 * stage.number + 2])
 
 
 def test_a_sharded_pipeline_of_one_stage_is_the_model_sharded_over_its_gpus(model: Model):
@@ -249,7 +237,7 @@ def test_weights_gradients_and_state_are_divided_by_parts_and_shards_and_checkpo
         step = model.tracer.step(split)
         moments = [each.categories for each in step.moments(step.micro_batch(1, TOKENS)) if each.phase == "step"]
         norms = 4 * (2 * LAYERS + 1) * WIDTH * (size - 1) / 8  # whole on each GPU of a layer
-        room = ROUNDING * (9 * LAYERS + 3)
+        room = live_bytes.ROUNDING * (9 * LAYERS + 3)
         for part, times in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
             found = max(each[part] for each in moments)
             assert found == pytest.approx(times * (every / 8 + norms), abs=times * room)

@@ -14,7 +14,7 @@ import scenarios
 import tiny
 from plan_models import arithmetic
 from test_plan_choose import GIB, row_of
-from test_plan_part_shards import ADAPTED, MODEL, ROUNDING, TOKENS, WIDTH, asked_of
+from test_plan_part_shards import ADAPTED, MODEL, TOKENS, WIDTH, asked_of
 from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags
@@ -74,12 +74,7 @@ def test_weights_gradients_and_state_of_parts_of_stages_are_those_that_real_proc
     of_stage = processes // 2
     for stage in pipelines.stages_of(both, anatomy):
         every = pipelines.moments_of(step, both, stage, step.micro_batch(2, TOKENS), anatomy)
-        found = max((each for each in every if each.phase == "step"), key=lambda each: each.bytes).categories
-        for real in everyone[of_stage * stage.number : of_stage * (stage.number + 1)]:
-            room = ROUNDING * (len(real["tensors"]) + 2)
-            assert found["weights"] == pytest.approx(real["parameters"], abs=room)
-            assert found["gradients"] == pytest.approx(real["gradients"], abs=room)
-            assert found["optimizer"] == pytest.approx(real["state"], abs=3 * room)
+        live_bytes.assert_as_planned(every, everyone[of_stage * stage.number : of_stage * (stage.number + 1)])
 
 
 def sent(model: Model, setting: Setting, gpus: str = "4x2xH100") -> dict[str, float]:
@@ -186,7 +181,7 @@ def test_weights_are_divided_by_parts_and_stages_and_shards_and_checkpoints_are_
             moments = pipelines.moments_of(step, setting, stage, step.micro_batch(1, TOKENS), model.anatomy)
             found += max(each.categories["weights"] for each in moments if each.phase == "step")
         norms = 4 * (2 * 8 + 1) * WIDTH * (2 / parts) / 2  # whole on each GPU of a layer
-        assert found == pytest.approx(2 * every / parts + norms, abs=ROUNDING * (9 * 8 + 3))
+        assert found == pytest.approx(2 * every / parts + norms, abs=live_bytes.ROUNDING * (9 * 8 + 3))
         assert model.checkpoint_bytes(setting) == model.checkpoint_bytes(Setting())
 
 

@@ -37,29 +37,32 @@ def tuned_by(
     return {name: pipelines.Tuned(*known, strategy=name) for name in ("tp_pp", "fsdp2_tp_pp")}
 
 
-SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "all weights": ("tp_pp", 4, {}),
-    "replicas": ("tp_pp", 8, {}),
-    "three stages": ("tp_pp", 6, {}),
-    "replicas, lora": ("tp_pp", 8, LORA),
+SETTINGS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "all weights": ("tp_pp", 4, 2, {}),
+    "replicas": ("tp_pp", 8, 2, {}),
+    "three stages": ("tp_pp", 6, 3, {}),
+    "replicas, lora": ("tp_pp", 8, 2, LORA),
     "averages, the best kept, layers computed again": (
-        *("tp_pp", 4),
+        *("tp_pp", 4, 2),
         {"train__ema_decay": 0.5, "eval__keep_best": True, "train__activation_checkpointing": "full"},
     ),
-    "lora, one layer computed again": ("tp_pp", 4, LORA | {"train__activation_checkpointing": 1}),
-    "qlora, packed": ("tp_pp", 4, LORA | {"quantization__bits": 4, "data__packing": True}),
-    "padded rows, plain kernels": ("tp_pp", 4, {"model__attention": "sdpa", "model__kernels": "plain"}),
-    "two parts of each stage": ("tp_pp", 4, IN_TURN),
-    "deferred gradients": ("tp_pp", 4, {"train__pipeline_schedule": "zero_bubble"}),
-    "an embedding that is trained beside adapters": ("tp_pp", 4, LORA | {"adapter__modules_to_save": ["embed_tokens"]}),
-    "rates by layer": ("tp_pp", 4, {"train__layer_decay": 0.5, "train__decay_embeddings": False}),
-    "an adapter that starts with the weights": ("tp_pp", 4, LORA | {"adapter__init": "pissa"}),
-    "adapters in one stage alone": ("tp_pp", 4, LORA | {"adapter__targets": ["lm_head"]}),
-    "shards": ("fsdp2_tp_pp", 8, {}),
-    "shards, qlora": ("fsdp2_tp_pp", 8, LORA | {"quantization__bits": 4}),
-    "shards, two parts of each stage": ("fsdp2_tp_pp", 8, IN_TURN),
+    "lora, one layer computed again": ("tp_pp", 4, 2, LORA | {"train__activation_checkpointing": 1}),
+    "qlora, packed": ("tp_pp", 4, 2, LORA | {"quantization__bits": 4, "data__packing": True}),
+    "padded rows, plain kernels": ("tp_pp", 4, 2, {"model__attention": "sdpa", "model__kernels": "plain"}),
+    "two parts of each stage": ("tp_pp", 4, 2, IN_TURN),
+    "deferred gradients": ("tp_pp", 4, 2, {"train__pipeline_schedule": "zero_bubble"}),
+    "an embedding that is trained beside adapters": (
+        *("tp_pp", 4, 2),
+        LORA | {"adapter__modules_to_save": ["embed_tokens"]},
+    ),
+    "rates by layer": ("tp_pp", 4, 2, {"train__layer_decay": 0.5, "train__decay_embeddings": False}),
+    "an adapter that starts with the weights": ("tp_pp", 4, 2, LORA | {"adapter__init": "pissa"}),
+    "adapters in one stage alone": ("tp_pp", 4, 2, LORA | {"adapter__targets": ["lm_head"]}),
+    "shards": ("fsdp2_tp_pp", 8, 2, {}),
+    "shards, qlora": ("fsdp2_tp_pp", 8, 2, LORA | {"quantization__bits": 4}),
+    "shards, two parts of each stage": ("fsdp2_tp_pp", 8, 2, IN_TURN),
 }
-"""Strategy and processes, of which two split each layer: in two stages, or in three."""
+"""Strategy, processes, of which two split each layer, and stages."""
 SHOWN = ["all weights", "qlora, packed", "deferred gradients"]
 
 
@@ -67,8 +70,8 @@ SHOWN = ["all weights", "qlora, packed", "deferred gradients"]
     "name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in SETTINGS if each not in SHOWN)]
 )
 def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name: str, tuned_by: Any):
-    strategy, processes, changes = SETTINGS[name]
-    tuned_by[strategy].assert_alike(processes, 3 if name == "three stages" else 2, **changes)
+    strategy, processes, stages, changes = SETTINGS[name]
+    tuned_by[strategy].assert_alike(processes, stages, **changes)
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [pytest.param("tp_pp", 4, marks=PROVEN)])

@@ -7,7 +7,6 @@ shards of a part. They are traced, with a group of one process in the place of e
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,11 +29,5 @@ class OnePart(HeldParts):
 
     strategy = "tp"
 
-    def __init__(self, model: Any, strategy: Strategy, device: torch.device) -> None:
-        super().__init__(model, strategy, device, size=1, shares={})
-
     def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Each is where it belongs."""
-
-    def _reduce(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Those of shards have been added up in the backward pass."""

@@ -86,9 +86,8 @@ def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
         "zero3": Placement(n, n, n, 1, "zero", 3),
         "zero3_offload": Placement(n, n, n, 1, "zero", 3, weights_on="host", optimizer_on="host"),
         "zero3_nvme": Placement(n, n, n, 1, "zero", 3, weights_on="disk", optimizer_on="disk"),
-        **dict.fromkeys(
-            IN_PARTS, Placement(1, 1, 1, n, "in_parts")
-        ),  # of a part: into how many is the setting's to say
+        # of a part: into how many is the setting's to say
+        **dict.fromkeys(IN_PARTS, Placement(1, 1, 1, n, "in_parts")),
         **dict.fromkeys(TOGETHER, Placement(n, n, n, 1, "fully_shard")),
         **dict.fromkeys(SHARDED_PARTS.values(), Placement(of_part, of_part, of_part, 1, "fully_shard")),
     }[strategy]
@@ -118,14 +117,13 @@ def world_sizes_problem(strategy: str, world_size: int, sizes: Mapping[Size, int
         sizes: how many GPUs do together each thing that the strategy is for.
     """
     together = math.prod(sizes.values())
+    least = {size: max(2, number) for size, number in sizes.items()}
+    fewest = 2 * math.prod(least.values())
+    if strategy in SHARDED_PARTS.values() and world_size < fewest:
+        return f"{strategy} shards each part over the GPUs that have the same one; take at least {fewest} of them."
     if 1 in sizes.values() or world_size % together:
-        least = {size: max(2, number) for size, number in sizes.items()}
         what = " and ".join(DOES_TOGETHER[size.field].format(number) for size, number in least.items())
         return f"{strategy} {what}; take a multiple of {math.prod(least.values())} GPUs."
-    if strategy in SHARDED_PARTS.values() and world_size == together:
-        return (
-            f"{strategy} shards each part over the GPUs that have the same one; take at least {2 * together} of them."
-        )
     if strategy == "single" and world_size > 1:
         return "single is for one GPU; take ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):
