@@ -70,7 +70,7 @@ def test_a_token_meets_the_experts_chosen_for_it_and_all_else():
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b", "llama-3.1-70b"])
 def test_arithmetic_models_have_the_sizes_of_those_they_stand_for(name: str):
     real, arithmetic = anatomy(CONFIGS[name]["config"]), Llama.of(CONFIGS[name]["config"]).anatomy
-    assert arithmetic == replace(real, not_split=())  # heads can be divided here by as many GPUs as there are
+    assert arithmetic == replace(real, not_split=(), split_names=())  # its heads and layers can be divided at will
 
 
 # its bits
