@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import balancing
 import preferences
 import pytest
 import scenarios
@@ -284,6 +285,17 @@ SETTINGS = {
     "checkpoint__every": 3,
     "checkpoint__keep": 5,
 }
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_of_experts_begin_with_no_weight_and_are_refused(init: str, conversations: Path, tmp_path: Path):
+    """Their weights are one parameter of all experts of a layer."""
+    model = balancing.mixture_folder(tmp_path / "mixture", "mixtral", architectures=["MixtralForCausalLM"])
+    asked = {"adapter__type": "lora", "adapter__rank": 2, "adapter__init": init}
+    with pytest.raises(InputError, match=r"mlp\.experts has adapters of all its experts; set adapter"):
+        sft.main(scenarios.configuration(model, conversations, tmp_path / "run", **asked))
+    others = asked | {"adapter__targets": ["q_proj", "o_proj"], "train__steps": 1}
+    sft.main(scenarios.configuration(model, conversations, tmp_path / "run", **others))
 
 
 def tokens() -> torch.Tensor:

@@ -68,6 +68,26 @@ def problems(skeleton: PreTrainedModel, section: sections.Adapter, files: Sequen
     return []
 
 
+def layer_problems(adapted: torch.nn.Module, section: sections.Adapter) -> list[str]:
+    """Why the layers that have adapters cannot start like this, as a sentence.
+
+    Args:
+        adapted: the model without weights, with its adapter.
+    """
+    if section.init == "default":
+        return []
+    from peft.tuners.lora import LoraLayer
+
+    layers = {name: module for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    of_experts = [name for name, layer in layers.items() if not hasattr(layer.get_base_layer(), "weight")]
+    if not of_experts:
+        return []
+    return [
+        f"adapter.init {section.init} begins with the weight of each layer, but {of_experts[0]} has adapters "
+        "of all its experts; set adapter.targets to other layers, or adapter.init to default."
+    ]
+
+
 def _started(model: PreTrainedModel, section: sections.Adapter) -> dict[str, Any]:
     """The layers that get a start: all targets, but for the output head with loftq, since it is not quantised."""
     head = model.get_output_embeddings()

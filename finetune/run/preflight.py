@@ -178,9 +178,11 @@ def _check_adapter(cfg: sections.Run, launch: distributed.Strategy, spec: ModelS
     )
     refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
     refuse_if_any(adapter_start.problems(skeleton, cfg.adapter, files=None))
-    if launch.shards_parts and launch.tensor > 1:
+    shards_layers = launch.shards_parts and launch.tensor > 1
+    if shards_layers or cfg.adapter.init != "default":
         adapted = adapters.on_a_copy(skeleton, cfg.adapter)
-        refuse_if_any(shard_problems(launch.name, tensor_plan.bundled(adapted, launch.tensor)))
+        refuse_if_any(adapter_start.layer_problems(adapted, cfg.adapter))
+        refuse_if_any(shard_problems(launch.name, tensor_plan.bundled(adapted, launch.tensor)) if shards_layers else [])
 
 
 def configuration_problems(cfg: sections.Run) -> list[str]:
