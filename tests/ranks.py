@@ -115,6 +115,11 @@ class _KeptGroups:
         self._asked: Counter[Any] = Counter()
         dist.new_group = device_mesh.new_group = self.new_group
         dist.destroy_process_group = lambda group=None: None
+        os.register_at_fork(after_in_child=self.leave)
+
+    def leave(self) -> None:
+        """In forks of a rank, in which a run traces its step: they make groups of their own."""
+        dist.new_group = device_mesh.new_group = self._new
 
     def begin_run(self) -> None:
         self._asked.clear()

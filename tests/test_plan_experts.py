@@ -14,7 +14,7 @@ import tiny
 import yaml
 from full_trace import FullTrace, full_trace
 from test_plan_choose import GIB, LLAMA_8B, row_of
-from tracing import forks_make_groups_of_their_own, traced_step
+from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.cli.planning.reasons import reasons
@@ -196,19 +196,13 @@ def test_answer_says_what_routers_that_are_not_balanced_would_take(mixture: Mode
     assert "routers taken as balanced" in plan.describe()[-1]
 
 
-def train_with_traces(config: Any) -> dict[str, Any]:
-    """Run the recipe in one of the processes of ``ranks``, with its plan."""
-    with forks_make_groups_of_their_own():
-        return scenarios.train(config)
-
-
 def test_a_run_of_shared_experts_has_a_plan_that_chooses_its_micro_batch(
     ranks: Any, conversations: Path, tmp_path: Path
 ):
     folder, _ = folder_of_mixture(tmp_path / "model", "mixtral")
     changes = {"train__steps": 1, "train__micro_batch_size": "auto"}
     config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
-    assert [each["world_size"] for each in ranks(2).run(train_with_traces, config, strategy="ep")] == [2, 2]
+    assert [each["world_size"] for each in ranks(2).run(scenarios.train, config, strategy="ep")] == [2, 2]
     run = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert run["config"]["train"]["micro_batch_size"] == 1
     assert run["plan"]["peak_memory_gib"] > 0

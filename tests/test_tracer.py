@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import scenarios
-from tracing import forks_make_groups_of_their_own
 
 from finetune import forked_workers
 from finetune.errors import InputError, RunStopped
@@ -206,7 +205,7 @@ def _planned(config: Any) -> str:
     """What the recipe says of its plan, on a rank."""
     said = io.StringIO()
     planning = mock.patch.object(session, "plan_of", sizes.plan_of)
-    with contextlib.redirect_stdout(said), planning, forks_make_groups_of_their_own():
+    with contextlib.redirect_stdout(said), planning:
         sft.main(config)
     return next((line for line in said.getvalue().splitlines() if line.startswith("plan:")), "plan: nothing")
 

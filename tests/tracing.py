@@ -11,11 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import forking
-import torch.distributed as dist
-from torch.distributed import device_mesh
 
 from finetune.trace.layers import Anatomy
 from finetune.trace.setting import Setting
@@ -25,15 +22,6 @@ from finetune.trace.tracer import Tracer
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 LONGEST_SECONDS = 300.0
-
-
-@contextmanager
-def forks_make_groups_of_their_own() -> Iterator[None]:
-    """Within it forks of one of the processes of ``ranks``, in which a run traces its step, get no groups that this one
-    keeps for the next run (``ranks._KeptGroups``)."""
-    new_group = dist.new_group.__self__._new  # type: ignore[attr-defined]
-    with mock.patch.object(dist, "new_group", new_group), mock.patch.object(device_mesh, "new_group", new_group):
-        yield
 
 
 @contextmanager
