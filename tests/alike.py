@@ -29,19 +29,20 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
 
 
-def assert_answers_alike(tuned: Any, processes: int, size: int, folder: Path) -> None:
+def assert_answers_alike(tuned: Any, processes: int, size: int, folder: Path, **launch: Any) -> None:
     """What a run answers, and its scores, are those of one process.
 
     Args:
         tuned: trains under a name, on so many processes of so large groups, and has its ``folder``.
         folder: for the questions.
+        launch: what else it is trained with on several.
     """
     words = ["house", "tree", "dog", "cat", "red"]
     rows = [{"question": f"the red {word}", "answer": word, "choices": [word, "green"]} for word in words]
     (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = [{"name": name, "data": str(folder / "task.jsonl"), "score": name} for name in ("exact_match", "choice")]
     changes = {"eval__tasks": tasks, "eval__exact_match": True}
-    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, size, **changes)
+    expected, found = tuned("alone", 1, 1, **changes), tuned("shared", processes, size, **launch, **changes)
     assert_alike(found, expected)
     for key in ("eval_exact_match", "eval_choice"):
         assert found[-1][key] == expected[-1][key]

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from finetune.config.strategy_names import has_stages
+
 FP32_TOLERANCE = {"loss": 1e-5, "grad_norm": 1e-5}
 BF16_TOLERANCE = {"loss": 3e-3, "grad_norm": 1e-2}
 """Losses are between 4 and 6, gradient norms between 1 and 2; bf16 has 8 significant bits."""
@@ -13,9 +15,9 @@ TWO = (
 )
 FOUR = (
     *("ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "ulysses"),
-    *("pp", "tp", "tp_pp", "fsdp2_tp", "fsdp2_pp"),
+    *("pp", "tp", "tp_pp", "fsdp2_tp", "fsdp2_pp", "cp_tp"),
 )
-EIGHT = ("tp_pp", "fsdp2_tp_pp")
+EIGHT = ("tp_pp", "fsdp2_tp_pp", "cp_tp")
 LAUNCHES = [(name, number) for number, names in ((2, TWO), (4, FOUR), (8, EIGHT)) for name in names]
 OF_MIXTURES = [("ep", 2), ("ep", 4)]
 """Which train mixtures of experts only: their runs are in ``test_expert_runs``."""
@@ -76,8 +78,8 @@ def assert_really_active(seen: dict[str, Any], strategy: str, world_size: int) -
         return
     if strategy.endswith(("_tp", "_pp")):  # two parts of the model or four, and each over the other processes
         assert seen["model_class"].startswith("FSDP")
-        assert seen["meshes"] == {(data_processes(strategy, world_size),)}
-        assert seen["share_held"] < (1.2 if strategy == "fsdp2_tp" else 1.9) / world_size
+        assert seen["meshes"] == {(world_size // (4 if strategy == "fsdp2_tp_pp" else 2),)}
+        assert seen["share_held"] < (1.9 if has_stages(strategy) else 1.2) / world_size
         return
     if strategy == "ep":  # two processes for the experts
         assert seen["model_class"].endswith("ForCausalLM")

@@ -72,7 +72,7 @@ def errors_of(cases: list[Case], mutation: str = "") -> tuple[int, list[list[flo
     """The size of the group, and of each case the errors of the outputs and gradients of this process, relative to the
     largest of the row, or to 1: of output, query, key and value."""
     _join()
-    with _mutated(mutation):
+    with mutated(mutation):
         return dist.get_world_size(), [_errors(case) for case in cases]
 
 
@@ -96,13 +96,13 @@ def _own_keys_only(self: Any, query: Any, key: Any, value: Any, part: Any) -> to
 
 def _own_gradients_only(ctx: Any, of_seen: torch.Tensor) -> Any:
     """What ``_GatheredContext.backward`` would be without the sum over processes."""
-    of_whole = of_seen.new_zeros(dist.get_world_size() * ctx.positions, *of_seen.shape[1:])
+    of_whole = of_seen.new_zeros(dist.get_world_size(ctx.group) * ctx.positions, *of_seen.shape[1:])
     of_whole.index_add_(0, torch.cat(ctx.keys), of_seen)
-    return of_whole.view(-1, ctx.positions, *of_seen.shape[1:])[dist.get_rank()], None, None
+    return of_whole.view(-1, ctx.positions, *of_seen.shape[1:])[dist.get_rank(ctx.group)], None, None
 
 
 @contextmanager
-def _mutated(mutation: str) -> Iterator[None]:
+def mutated(mutation: str) -> Iterator[None]:
     if mutation == "own keys only":
         with mock.patch.object(ContextShare, "attend", _own_keys_only):
             yield
@@ -182,7 +182,7 @@ def errors_of_models(kinds: list[type] | None, how: Any, mutation: str = "") -> 
         expected = _taken_gradients(model)
         share = ContextShare.of(lengths, dist.group.WORLD, how, CPU)
         own = {"input_ids": ids[:, share.own], "position_ids": bounds["position_ids"][:, share.own]}
-        with _mutated(mutation):
+        with mutated(mutation):
             logits = model(**own, use_cache=False, context_share=share).logits
             (logits * weight[:, share.own]).sum().backward()
         gradients = _taken_gradients(model)

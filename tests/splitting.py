@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import scenarios
+import sharing
 import tiny
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from finetune import distributed
 from finetune.config import sections
-from finetune.data.batches import IGNORED
-from finetune.distributed import Strategy, setup
+from finetune.data.batches import IGNORED, document_bounds
+from finetune.distributed import Strategy, setup, shared
 from finetune.distributed.tensor_parallel import TensorParallel
-from finetune.models import adapter, fused, lora_forward, tensor_layers, tensor_plan
+from finetune.models import adapter, attention, fused, lora_forward, tensor_layers, tensor_plan
+from finetune.models.packing_support import why_not_spread
 from finetune.models.tensor_plan import Share, Split
 from finetune.optim.rounding import local_shard
 from finetune.training.loss import next_token_loss_sum, take_losses
@@ -97,22 +99,33 @@ def errors_of(name: str, changes: dict[str, Any], adapted: bool, mutation: str =
     return dist.get_world_size(), loss, wrong
 
 
-def errors_of_every_model() -> tuple[int, dict[str, float]]:
+def errors_of_models(
+    kinds: list[type] | None = None, context: int = 1, mutation: str = ""
+) -> tuple[int, dict[str, float]]:
     """The processes of the group, and the larger error of ``errors_of`` of each kind of model that they may split, in
-    fp32."""
+    fp32.
+
+    Args:
+        kinds: of configurations; None for all that transformers knows.
+        context: processes that share rows; the others split layers.
+        mutation: as for ``errors_of``, or as for ``sharing.errors_of_models``.
+    """
     from test_attention import small_model
 
     _join()
+    attention.register()
     found = dict[str, float]()
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+    for kind in kinds or MODEL_FOR_CAUSAL_LM_MAPPING:
         model = small_model(kind)
-        if model is None or any(tensor_plan.why_not(model, dist.get_world_size(), bits=None)):
+        if model is None or any(tensor_plan.why_not(model, dist.get_world_size() // context, bits=None)):
+            continue
+        if context > 1 and why_not_spread(model.config, dtype=torch.float32, capability=None):
             continue
         with torch.no_grad():
             for each in model.parameters():
                 each.add_(torch.randn_like(each) * 0.1)
         try:
-            found[kind.__name__] = max(_compared(model, ""))
+            found[kind.__name__] = max(_compared(model, mutation, context))
         except Exception as error:
             raise AssertionError(kind.__name__) from error
     return dist.get_world_size(), found
@@ -139,21 +152,29 @@ def gradients_beside_the_loss() -> tuple[int, bool, list[float] | None]:
     return dist.get_world_size(), model.unused.grad is not None, None if once is None else once.tolist()
 
 
-def _compared(whole: Any, mutation: str) -> tuple[float, float]:
+def _compared(whole: Any, mutation: str, context: int = 1) -> tuple[float, float]:
+    if context > 1:
+        whole.set_attn_implementation("packed")
     part, vocabulary = copy.deepcopy(whole), whole.config.get_text_config().vocab_size
     for model in (whole, part):
         fused.fuse(model)
         lora_forward.write_once(model)
         take_losses(model)
-    strategy = Strategy("tp", dist.get_rank(), dist.get_world_size(), 1, "no", True, tensor=dist.get_world_size())
-    with _mutated(mutation):
-        tensor = TensorParallel(part, strategy, torch.device("cpu"))
+    name, size, cpu = "tp" if context == 1 else "cp_tp", dist.get_world_size(), torch.device("cpu")
+    strategy = Strategy(name, dist.get_rank(), size, 1, "no", True, context, tensor=size // context)
+    with _mutated(mutation), sharing.mutated(mutation):
+        tensor = TensorParallel(part, strategy, cpu)
         tensor.settle(part, dict(part.named_parameters()))
         rows = torch.randint(0, vocabulary, (1, 24), generator=torch.Generator().manual_seed(1))
-        micro_batch = (rows.roll(-1, 1).masked_fill(rows % 3 == 0, IGNORED), {"input_ids": rows})
+        inputs = {"input_ids": rows, **(document_bounds([13, 9, 2], cpu) if context > 1 else {})}
+        micro_batch = (rows.roll(-1, 1).masked_fill(rows % 3 == 0, IGNORED), inputs)
         expected = next_token_loss_sum(whole, micro_batch)
         expected.backward()
-        (found, *_) = tensor.backward(part, next_token_loss_sum, [micro_batch], lambda loss: loss)
+        own_batch = shared(lambda places, device: micro_batch, strategy)(None, cpu)
+        (found, *_) = tensor.backward(part, next_token_loss_sum, [own_batch], lambda loss: loss)
+    summed = [found, *(each.grad for each in part.parameters() if each.grad is not None)] if context > 1 else []
+    for each in summed:  # as the sharding of parts does
+        dist.all_reduce(each, group=tensor.groups.replicas.group)
     own = {n: p.grad.view(-1) for n, p in part.named_parameters() if p.grad is not None}
     gradients = {n: tensor.held[n].joined(g, g.numel() // tensor.held[n].stretch) for n, g in own.items()}
     wrong = max(

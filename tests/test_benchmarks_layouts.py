@@ -29,9 +29,10 @@ def test_layouts_are_all_strategies_that_run_on_so_many_processes_each_with_and_
     # ulysses shares four heads among as many processes, though there are two of keys and values; of three layers there
     # are no four stages; there are no experts
     sized = {"cp 2", "cp 4", "ulysses 2", "ulysses 4", "pp 2", "tp 2", "tp 4", "tp_pp 2x2", "fsdp2_tp 2", "fsdp2_pp 2"}
+    sized |= {"cp_tp 2x2"}
     assert {case.setting.launched for case in found} == expected | sized
     of_eight = {case.setting.launched for case in every(processes=8)}
-    assert {"tp_pp 4x2", "fsdp2_tp_pp 2x2"} <= of_eight
+    assert {"tp_pp 4x2", "fsdp2_tp_pp 2x2", "cp_tp 2x2", "cp_tp 4x2", "cp_tp 2x4"} <= of_eight
     assert not {"ulysses 8", "pp 4", "tp_pp 2x4", "fsdp2_tp_pp 4x2"} & of_eight
     for name in {case.setting.launched for case in found}:
         ways = {(c.setting.row_tokens, c.setting.recomputes) for c in found if c.setting.launched == name}

@@ -37,7 +37,8 @@ LEARNING_RATES = {"sgd": 0.2, "lion_8bit": 3e-4}
 
 
 def processes(strategy: str) -> int:
-    return {"single": 1, "hsdp": 4, "tp_pp": 4, "fsdp2_tp": 4, "fsdp2_pp": 4, "fsdp2_tp_pp": 8}.get(strategy, 2)
+    four = dict.fromkeys(("hsdp", "tp_pp", "fsdp2_tp", "fsdp2_pp", "cp_tp"), 4)
+    return {"single": 1, **four, "fsdp2_tp_pp": 8}.get(strategy, 2)
 
 
 def configuration(cell: Cell, model: Path, rows: Path, output: Path, learning_rate: float | None = None) -> Any:

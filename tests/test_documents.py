@@ -526,7 +526,7 @@ def test_memory_of_data_preparation_keeps_its_bound():
 def test_every_pair_of_launches_was_resumed_within_the_tolerance():
     measured = recorded(resume_table.RESULTS)
     pairs = {(row["method"], row["before"], row["after"]) for row in measured["comparisons"]}
-    assert len(pairs) == len(measured["comparisons"]) == 17 * 17 + 10 * 10 + 7 * 7
+    assert len(pairs) == len(measured["comparisons"]) == 18 * 18 + 11 * 11 + 7 * 7
     assert all(row["loss"] == row["grad_norm"] == 0 for row in measured["comparisons"] if row["before"] == row["after"])
     assert all(row[key] <= 1e-5 for row in measured["comparisons"] for key in ("loss", "grad_norm"))
 
@@ -588,7 +588,7 @@ def test_figures_of_the_demo_are_of_its_data_and_in_the_words_of_its_output():
 
 
 def test_every_strategy_file_is_in_the_table_of_its_page():
-    assert len(STRATEGY_FILES) == 19
+    assert len(STRATEGY_FILES) == 20
     table = text_of("docs/strategies.md").split("## Which strategy file?")[1].split("## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == STRATEGY_FILES
 

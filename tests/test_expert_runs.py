@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "stages beside them": (
         {"MEGATRON_LM_PP_DEGREE": "2"},
         {},
-        "but experts are shared alone here; set megatron_lm_expert_model_parallel_size to 1, or the others.",
+        "for which there is no strategy; use the strategy file pp or ep.",
     ),
     "nothing to share": ({"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "1"}, {}, "to 2 or more"),
     "adafactor": ({}, {"train__optimizer": "adafactor"}, "ep gives each process only a part of them"),

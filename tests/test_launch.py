@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from scenarios import read_metrics
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.config.strategy_names import SHARDED_PARTS, has_stages, splits_layers
+from finetune.config.strategy_names import SHARDED_PARTS, TOGETHER, has_stages, splits_layers
 
 ROOT = Path(__file__).parent.parent
 SINGLE = [("single", 1, "bf16"), pytest.param(("single", 1, "fp32"), marks=pytest.mark.prove)]
@@ -28,7 +28,7 @@ FURTHER = [
     *(("hsdp", 4, "fp32"), ("ddp", 2, "fp32"), ("fsdp2", 2, "fp32"), ("fsdp2_offload", 1, "fp32")),
     *(("cp", 2, "fp32"), ("ulysses", 2, "bf16"), ("pp", 2, "fp32"), ("pp", 2, "bf16")),
     *(("tp", 2, "fp32"), ("tp", 2, "bf16"), ("fsdp2_tp", 4, "fp32"), ("fsdp2_pp", 4, "bf16")),
-    *(("tp_pp", 4, "fp32"), ("fsdp2_tp_pp", 8, "fp32")),
+    *(("tp_pp", 4, "fp32"), ("fsdp2_tp_pp", 8, "fp32"), ("cp_tp", 4, "fp32"), ("cp_tp", 8, "bf16")),
     *(("zero2", 2, "fp32"), ("zero3_offload", 1, "fp32"), ("ddp", 2, "bf16"), ("zero3", 2, "bf16")),
 ]
 """Those that `make prove` starts as well."""
@@ -120,10 +120,11 @@ def test_launch_trains_prints_once_and_ends_well(launched: Launch, runs: Runs):
     result, output = runs(launched)
     assert result.returncode == 0, result.stderr
     count = f"{processes} process{'es' if processes > 1 else ''}"
-    count += ", 2 for each row" if strategy in ("cp", "ulysses") else ""
+    count += ", 2 for each row" if strategy in TOGETHER else ""
     count += ", 2 stages" if has_stages(strategy) else ""
     count += ", 2 for each layer" if splits_layers(strategy) else ""
-    count += ", 2 shards of each part" if strategy in SHARDED_PARTS.values() else ""
+    shards = processes // 2 if strategy == "cp_tp" else 2
+    count += f", {shards} shards of each part" if strategy in SHARDED_PARTS else ""
     assert result.stdout.count(f"{strategy} on {count}, computing in {precision}: rehearsal on CPU") == 1
     assert result.stdout.count("step 4/4") == 1
     assert result.stdout.count("held-out loss before training") == 1

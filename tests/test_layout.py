@@ -25,7 +25,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def test_there_are_files_to_check():
-    assert len(STRATEGIES) == 19
+    assert len(STRATEGIES) == 20
     assert len(CONFIGS) == 18
     assert len(LIBRARY) >= 30
     assert len(RECIPES) == 3

@@ -31,6 +31,7 @@ LAUNCHES = [
     ("tp_pp", 4),
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
+    ("cp_tp", 4),
 ]
 OF_LOSSES = [
     ("single", 1),
@@ -42,6 +43,7 @@ OF_LOSSES = [
     ("tp_pp", 4),
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
+    ("cp_tp", 4),
 ]
 """Each process has the losses of rows of its own, or of a part of them, or none."""
 ROWS = 8

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[int, dict[str, str], dict[str, Any], str]] = {
     "one stage": (2, {STAGES: "1"}, {}, "asks for a pipeline of one stage; set megatron_lm_pp_degree (strategy file"),
     "shared experts": (
         *(4, {"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "2"}, {}),
-        "but experts are shared alone here; set megatron_lm_expert_model_parallel_size to 1, or the others.",
+        "for which there is no strategy; use the strategy file pp or ep.",
     ),
     "more stages than layers": (4, {STAGES: "4"}, {}, "with 4 stages, but the model has 2 layers; set --megatron_lm"),
     "noise": (2, {}, {"train__neftune_alpha": 5.0}, "draws noise for each document; set it to 0, or use the strategy"),

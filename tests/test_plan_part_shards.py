@@ -43,6 +43,7 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 SPLIT = Setting("fsdp2_tp", 8, tensor=2, row_tokens=TOKENS, accumulation=3, layout="flat")
+SPREAD = replace(SPLIT, strategy="cp_tp", context=2)
 STAGED = Setting("fsdp2_pp", 8, stages=2, row_tokens=TOKENS, accumulation=4, layout="flat")
 MACHINES = parse_gpus("4x2xH100")
 LLAMA_70B = arithmetic("llama-3.1-70b")
@@ -66,10 +67,14 @@ def asked_of(model: Model, base: Setting, machines: Machines, **others: Any) -> 
     return replace(asked, micro_batch_size=None, checkpointing=(False, True), **others)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("split", "family"),
+    [(SPLIT, "llama"), (SPLIT, "qwen3_moe"), (SPREAD, "llama")],
+    ids=["whole rows", "mixture", "spread"],
+)
 @pytest.mark.parametrize("method", ADAPTED)
 def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
-    family: str, method: str, ranks: Any, conversations: Path, tmp_path: Path
+    split: Setting, family: str, method: str, ranks: Any, conversations: Path, tmp_path: Path
 ):
     asked, changes = ADAPTED[method]
     folder = tiny.build_model_folder(tmp_path / "model", tied=False)
@@ -81,9 +86,9 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
     (folder / "config.json").write_text(json.dumps(described))
     changes = changes | {"train__steps": 2, "train__micro_batch_size": 2}
     config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
-    everyone = ranks(4).run(live_bytes.bytes_held, config, strategy="fsdp2_tp", mixed_precision="bf16")
+    everyone = ranks(4).run(live_bytes.bytes_held, config, strategy=split.strategy, mixed_precision="bf16")
     assert len(everyone) == 4
-    step = traced_step(described, replace(SPLIT, world_size=4, accumulation=2, **asked), row_tokens=TOKENS)
+    step = traced_step(described, replace(split, world_size=4, accumulation=2, **asked), row_tokens=TOKENS)
     every = step.moments(step.micro_batch(2, TOKENS), accumulation=2)
     live_bytes.assert_as_planned(every, everyone)
 

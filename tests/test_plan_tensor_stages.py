@@ -227,7 +227,7 @@ def compared(gpus: str, fits: set[str]) -> set[str]:
     """What is compared beside other strategies where of pipelines and split layers these fit, and nothing else."""
     machines = parse_gpus(gpus)
     base = Setting(world_size=machines.world_size, row_tokens=2048, accumulation=2)
-    strategies = *SHARDED_PARTS, *SHARDED_PARTS.values()
+    strategies = *SHARDED_PARTS.values(), *SHARDED_PARTS
     asked = question_about(LLAMA_70B, base, machines, mean_document_tokens=2048)
     asked = replace(asked, strategies=strategies, methods=(METHODS["full"],))
 

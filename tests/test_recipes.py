@@ -44,8 +44,8 @@ SPLIT = [
 ]
 """Where several processes compute the same rows. In 4 bits the model is too small to split."""
 SPLIT += [
-    (recipe, "tp_pp", 4, method)
-    for recipe, method in product(RECIPES, ("full", "lora"))
+    (recipe, strategy, 4, method)
+    for recipe, strategy, method in product(RECIPES, ("tp_pp", "cp_tp"), ("full", "lora"))
     if recipe.name in ("sft", "pretrain")
 ]
 POINTS += TOGETHER + SPLIT
@@ -56,7 +56,7 @@ FIRST = [
 SHARED_FIRST = [("cp", 2, "full"), ("ulysses", 2, "lora"), ("cp", 4, "qlora"), ("pp", 2, "qlora"), ("pp", 4, "full")]
 FIRST += [each for each in TOGETHER if each[1:] in SHARED_FIRST]
 SPLIT_FIRST = [("dpo", "tp", 4, "lora"), ("kto", "tp", 2, "full"), ("dpo", "fsdp2_tp", 4, "full")]
-SPLIT_FIRST += [("pretrain", "tp_pp", 4, "full")]
+SPLIT_FIRST += [("pretrain", "tp_pp", 4, "full"), ("pretrain", "cp_tp", 4, "lora")]
 FIRST += [each for each in SPLIT if (each[0].name, *each[1:]) in SPLIT_FIRST]
 CHAIN = ["fsdp2", "zero3", "ddp", "zero2"]
 

@@ -38,6 +38,7 @@ LAUNCHES = [
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
     ("fsdp2_tp_pp", 8),
+    ("cp_tp", 4),
 ]
 ADAPTER_LAUNCHES = [
     ("single", 1),
@@ -50,6 +51,7 @@ ADAPTER_LAUNCHES = [
     ("tp_pp", 4),
     ("fsdp2_tp", 4),
     ("fsdp2_pp", 4),
+    ("cp_tp", 4),
 ]
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -110,7 +110,7 @@ def test_quantised_weights_are_read_to_the_gpu_where_it_has_room(
     assert found.startswith(expected)
 
 
-@pytest.mark.parametrize("strategy", [*IN_PARTS, *SHARDED_PARTS.values()])
+@pytest.mark.parametrize("strategy", [*IN_PARTS, *SHARDED_PARTS])
 def test_a_process_that_takes_a_part_of_a_model_reads_it_in_host_memory_and_writes_into_its_own(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ):

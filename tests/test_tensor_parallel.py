@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(name: str, adapted: boo
 @PROVEN
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_model_that_can_be_split_has_the_loss_and_the_gradients_of_the_whole_one(processes: int, ranks: Any):
-    for size, found in ranks(processes).run(splitting.errors_of_every_model, strategy="ddp"):
+    for size, found in ranks(processes).run(splitting.errors_of_models, strategy="ddp"):
         assert size == processes
         assert max(found.values()) < 1e-4, found
         assert len(found) >= 25

@@ -28,8 +28,8 @@ def add_train(verbs: Any) -> None:
         metavar="N",
         type=_sizes,
         help="with --strategy: how many of the GPUs are the stages of a pipeline, split each layer, share experts, or "
-        "compute each row together; for tp_pp both, as in 4x2: 4 for each layer, in 2 stages; default: what the "
-        "strategy file says",
+        "compute each row together; both where a strategy does two of these, as in 4x2: for tp_pp 4 for each layer, in "
+        "2 stages, for cp_tp 4 for each row and 2 for each layer; default: what the strategy file says",
     )
     processes = train.add_mutually_exclusive_group()
     processes.add_argument("--gpus", metavar="N", type=int, help="GPUs to use; default: all of this machine")

@@ -14,8 +14,8 @@ from finetune.config.strategy_names import (
     STRATEGIES,
     TOGETHER,
     has_stages,
-    not_sharded,
     splits_layers,
+    whole_layers,
 )
 
 BITS = (None, 8, 4)
@@ -77,7 +77,7 @@ RULES = (
     Rule(
         lambda c: c.adapter == "dora" and splits_layers(c.strategy),
         "DoRA needs the norms of whole weights, but {strategy} gives each process only a part of them; set "
-        "adapter.type to lora, or use the strategy file fsdp2.",
+        "adapter.type to lora, or use the strategy file {whole}.",
     ),
     Rule(
         lambda c: c.bits is not None and c.strategy == "ep",
@@ -100,7 +100,7 @@ def refusal(cell: Cell) -> str | None:
     """Why a combination is refused, in a sentence; None for one that trains."""
     for rule in RULES:
         if rule.applies(cell):
-            return rule.sentence.format(**cell._asdict())
+            return rule.sentence.format(**cell._asdict(), whole=whole_layers(cell.strategy))
     return None
 
 
@@ -148,11 +148,11 @@ def context_problems(strategy: str, *, embedding_noise: bool, paired: bool, atte
     """
     if strategy not in TOGETHER:
         return []
-    instead = "or use the strategy file fsdp2"
+    whole = TOGETHER[strategy]
+    instead = f"or use the strategy file {whole}"
     found = {
-        f"{strategy} spreads a row over processes, and answers are compared as a whole; use the strategy file fsdp2.": (
-            paired
-        ),
+        f"{strategy} spreads a row over processes, and answers are compared as a whole; use the strategy file "
+        f"{whole}.": paired,
         f"{strategy} spreads a row over processes, and train.neftune_alpha draws noise for whole documents; set it to "
         f"0, {instead}.": embedding_noise,
         f"{strategy} has its own attention; set model.attention to auto, {instead}.": attention != "auto",
@@ -179,8 +179,8 @@ def pipeline_problems(strategy: str, *, parts: int, schedule: str, embedding_noi
             for key, (value, is_plain) in plain.items()
             if not is_plain
         ]
-    shards = strategy in SHARDED_PARTS.values()
-    whole = not_sharded(strategy) if shards else strategy
+    shards = strategy in SHARDED_PARTS
+    whole = SHARDED_PARTS.get(strategy)
     found = {
         f"train.pipeline_schedule is {schedule}, but {strategy} adds up the gradients of a layer's weights before it "
         f"frees them; set it to 1f1b, or use the strategy file {whole}.": shards and schedule != "1f1b",
@@ -198,7 +198,7 @@ def scaling_problems(strategy: str, *, precision: str) -> list[str]:
     Args:
         precision: the launch's mixed precision.
     """
-    if precision != "fp16" or strategy not in (*IN_PARTS, *SHARDED_PARTS.values()):
+    if precision != "fp16" or strategy not in (*IN_PARTS, *SHARDED_PARTS):
         return []
     return [f"{strategy} does not scale losses, which fp16 needs; launch with --mixed_precision bf16 or no."]
 
@@ -210,11 +210,12 @@ def split_problems(strategy: str, reasons: Sequence[str], saved: Sequence[str]) 
         reasons: clauses.
         saved: layers of adapter.modules_to_save that are split.
     """
-    found = [f"{each}; use the strategy file fsdp2, or another --megatron_lm_tp_degree." for each in reasons]
+    whole = whole_layers(strategy)
+    found = [f"{each}; use the strategy file {whole}, or another --megatron_lm_tp_degree." for each in reasons]
     if saved:
         found.append(
             f"adapter.modules_to_save names {', '.join(saved)}, of which {strategy} gives each process a part; train "
-            "adapters on them instead, or use the strategy file fsdp2."
+            f"adapters on them instead, or use the strategy file {whole}."
         )
     return found
 
@@ -229,7 +230,7 @@ def shard_problems(strategy: str, bundled: Sequence[str]) -> list[str]:
         return []
     return [
         f"{strategy} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, or use "
-        f"the strategy file {not_sharded(strategy)}."
+        f"the strategy file {SHARDED_PARTS[strategy]}."
     ]
 
 
@@ -283,7 +284,7 @@ def fp8_problems(
         f"model.fp8: {strategy} gathers the weights of one module at a time, for PyTorch's own products alone; use "
         "the strategy file fsdp2.": strategy.startswith("zero3"),
         f"model.fp8: {strategy} gives each process a part of the numbers that share a scale; set it to false, or use "
-        "the strategy file fsdp2.": splits_layers(strategy),
+        f"the strategy file {whole_layers(strategy)}.": splits_layers(strategy),
         "model.fp8: this GPU does not multiply in fp8, as Ada, Hopper and newer ones do; set it to false.": (
             capability is not None and capability < ADA
         ),
@@ -312,9 +313,9 @@ def expert_problems(model: str, experts: int, processes: int) -> list[str]:
     ]
 
 
-def spread_problems(reasons: Sequence[str]) -> list[str]:
+def spread_problems(strategy: str, reasons: Sequence[str]) -> list[str]:
     """Sentences of why a model's rows cannot be spread over processes, given as clauses."""
-    return [f"{reason}; use the strategy file fsdp2." for reason in reasons]
+    return [f"{reason}; use the strategy file {TOGETHER[strategy]}." for reason in reasons]
 
 
 def heads_problems(strategy: str, processes: int, heads: int, key_heads: int) -> list[str]:

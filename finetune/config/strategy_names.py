@@ -23,14 +23,16 @@ STRATEGIES = (
     "fsdp2_tp",
     "fsdp2_pp",
     "fsdp2_tp_pp",
+    "cp_tp",
 )
-TOGETHER = ("cp", "ulysses")
-"""Strategies under which several processes compute each row together."""
+TOGETHER = {"cp": "fsdp2", "ulysses": "fsdp2", "cp_tp": "fsdp2_tp"}
+"""Strategies under which several processes compute each row together, and what each of them is but for that."""
 IN_PARTS = ("pp", "tp", "ep", "tp_pp")
-"""Strategies under which each process has a part of the model's own parameters. Accelerate's keys for them are those of
-Megatron-LM."""
-SHARDED_PARTS = {"tp": "fsdp2_tp", "pp": "fsdp2_pp", "tp_pp": "fsdp2_tp_pp"}
-"""Which of these there are with parts that are sharded over the processes that would hold the same one."""
+"""Strategies under which each process has a part of the model's own parameters. Accelerate's keys for them, and for
+their shards, are those of Megatron-LM."""
+SHARDED_PARTS = {"fsdp2_tp": "tp", "fsdp2_pp": "pp", "fsdp2_tp_pp": "tp_pp", "cp_tp": "tp"}
+"""Strategies under which such parts are sharded over the processes that would hold the same one, and the one that has
+them whole."""
 
 
 class Size(NamedTuple):
@@ -44,19 +46,22 @@ class Size(NamedTuple):
     """In words."""
 
 
-CONTEXT = "GPUs for each row"
+ROW = "GPUs for each row"
 TENSOR = Size("tensor", "megatron_lm_tp_degree", "GPUs for each layer")
 STAGES = Size("stages", "megatron_lm_pp_degree", "stages")
 EXPERTS = Size("experts", "megatron_lm_expert_model_parallel_size", "GPUs for the experts of each layer")
 SIZES = {
-    "cp": (Size("context", "parallelism_config_cp_size", CONTEXT),),
-    "ulysses": (Size("context", "parallelism_config_sp_size", CONTEXT),),
+    "cp": (Size("context", "parallelism_config_cp_size", ROW),),
+    "ulysses": (Size("context", "parallelism_config_sp_size", ROW),),
     "pp": (STAGES,),
     "tp": (TENSOR,),
     "ep": (EXPERTS,),
     "tp_pp": (TENSOR, STAGES),
+    "fsdp2_tp": (TENSOR,),
+    "fsdp2_pp": (STAGES,),
+    "fsdp2_tp_pp": (TENSOR, STAGES),
+    "cp_tp": (Size("context", "megatron_lm_context_parallel_size", ROW), TENSOR),
 }
-SIZES |= {sharded: SIZES[name] for name, sharded in SHARDED_PARTS.items()}
 """Of the strategies that have one, or several."""
 
 
@@ -66,9 +71,14 @@ def in_parts(sizes: Iterable[Size]) -> str | None:
     return next((name for name in IN_PARTS if set(SIZES[name]) == set(sizes)), None)
 
 
-def not_sharded(strategy: str) -> str:
-    """Of a strategy whose parts are sharded, the one whose parts are not."""
-    return next(name for name, sharded in SHARDED_PARTS.items() if sharded == strategy)
+def sharded_as(strategy: str) -> str | None:
+    """The strategy that shards the parts of another, and does nothing else; None where there is none."""
+    return next((name for name, whole in SHARDED_PARTS.items() if whole == strategy and name not in TOGETHER), None)
+
+
+def whole_layers(strategy: str) -> str:
+    """The nearest strategy that shards layers, and splits none."""
+    return "cp" if strategy in TOGETHER else "fsdp2"
 
 
 def splits_layers(strategy: str) -> bool:

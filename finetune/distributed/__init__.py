@@ -27,7 +27,8 @@ norm before clipping, of unscaled gradients. Where each part comes from:
 
 =========  ==========================  =================================  ==========================
 part       single, ddp, pp, tp, ep,    fsdp2, hsdp, cp, ulysses,          zero1, zero2, zero3
-           tp_pp                       fsdp2_tp, fsdp2_pp, fsdp2_tp_pp
+           tp_pp                       fsdp2_tp, fsdp2_pp, fsdp2_tp_pp,
+                                       cp_tp
 =========  ==========================  =================================  ==========================
 masters    fp32 parameters             fp32 sharded parameters            fp32 partitions
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16

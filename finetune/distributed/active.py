@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.compat.torch_private import offload_policies
-from finetune.config.strategy_names import SHARDED_PARTS
+from finetune.config.strategy_names import TOGETHER, sharded_as
 from finetune.distributed.held_parts import part_of
 from finetune.distributed.sharding import engine_of, reshard, sharding_of
 from finetune.distributed.strategy import Strategy
@@ -27,7 +27,7 @@ def prove_active(
         RuntimeError: if the strategy or the number of processes differs, or the model is not sharded as it should be.
     """
     found = (active_name(model), accelerator.num_processes)
-    wrapped = "fsdp2" if strategy.context > 1 else strategy.name
+    wrapped = TOGETHER.get(strategy.name, strategy.name)
     if found != (wrapped, strategy.world_size):
         raise RuntimeError(
             f"The launch asked for {strategy.name} with {strategy.world_size} processes, but {found[0]} with "
@@ -47,7 +47,7 @@ def active_name(model: torch.nn.Module) -> str:
             return "fsdp2 with unsharded parameters"
         offloads = all(isinstance(policy, CPUOffloadPolicy) for policy in offload_policies(model))
         if part := part_of(model):
-            return SHARDED_PARTS[part.strategy]
+            return sharded_as(part.strategy) or f"{part.strategy} with sharded parts"
         return ("hsdp" if meshes[0].ndim == 2 else "fsdp2") + ("_offload" if offloads else "")
     if part := part_of(model):
         return part.strategy

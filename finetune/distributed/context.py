@@ -13,7 +13,7 @@ from finetune.distributed.strategy import Strategy
 from finetune.models.context_attention import ContextShare, How
 
 Collate = Callable[..., Any]
-HOW: dict[str, How] = {"cp": "gather", "ulysses": "exchange"}
+HOW: dict[str, How] = {"cp": "gather", "ulysses": "exchange", "cp_tp": "gather"}
 """In which attention gets what other processes have."""
 
 
@@ -24,9 +24,11 @@ def shared(collate: Collate, strategy: Strategy) -> Collate:
     """
     if strategy.context == 1:
         return collate
-    ranks = range(strategy.world_size)
-    groups = [list(ranks[first : first + strategy.context]) for first in ranks[:: strategy.context]]
-    own = [dist.new_group(each) for each in groups][strategy.data_share["rank"]]
+    sharing: dict[tuple[int, int], list[int]] = {}
+    for rank, share in enumerate(strategy.shares):  # those with the same part of each layer
+        sharing.setdefault((share, rank % strategy.tensor), []).append(rank)
+    groups = {place: dist.new_group(ranks) for place, ranks in sharing.items()}
+    own = groups[strategy.shares[strategy.rank], strategy.rank % strategy.tensor]
 
     def collate_own(places: Any, device: torch.device) -> Any:
         return share_of(collate(places, torch.device("cpu")), own, strategy, device)

@@ -131,12 +131,11 @@ class HeldParts:
         self.groups = Groups(grid, strategy.rank)
         self.shards = strategy.shards
         """Into which each part is cut."""
-        self.shares = strategy.shares
-        """Of the rows, that of each process."""
         *_, last_stage = grid.alike("stage")
-        rows = range(strategy.data_processes)
-        self.knowing = [next(rank for rank in last_stage if self.shares[rank] == share) for share in rows]
-        """The process that counts the loss, for each share of the rows."""
+        self.knowing = [rank for rank in last_stage if rank % strategy.tensor == 0]
+        """Processes that count the loss of what they compute: one of those that compute the same."""
+        self.shares = [rank // strategy.tensor % len(self.knowing) for rank in range(strategy.world_size)]
+        """Which of these counts what each process computes."""
         self.counts = strategy.rank in self.knowing
         self.held = {
             name: held_of(shares.get(name, Share()), each.shape, strategy, size, self.groups.parts.group)

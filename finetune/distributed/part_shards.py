@@ -1,4 +1,4 @@
-"""Shards of parts: under fsdp2_tp and fsdp2_pp the processes that would hold the same part of a model hold its shards.
+"""Shards of parts: the processes that would hold the same part of a model hold its shards, as under fsdp2_tp.
 
 PyTorch's ``fully_shard`` gathers a layer's part for as long as it is computed with, and adds up the gradients of these
 processes into their shards. What the processes of one tensor group or pipeline do with one another stays as it is.

@@ -178,7 +178,7 @@ def _without_chatter() -> contextlib.AbstractContextManager[object]:
 
 
 def _parallelism(strategy: Strategy) -> ParallelismConfig | None:
-    if strategy.replicas == strategy.context == 1:
+    if not strategy.is_fsdp or strategy.replicas == strategy.context == 1:
         return None
     # sharded over processes that compute rows together, too; how they do is ours (context.py), not Accelerate's
     return ParallelismConfig(

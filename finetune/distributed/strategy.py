@@ -12,14 +12,11 @@ import torch
 from finetune.compat.torch_private import cpu_computes_bf16
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
 from finetune.config.strategy_names import (
-    EXPERTS,
     IN_PARTS,
     SHARDED_PARTS,
     SIZES,
     TOGETHER,
     Size,
-    in_parts,
-    not_sharded,
 )
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
@@ -43,7 +40,7 @@ class Strategy:
     rehearsal: bool
     """No GPU found: the same classes run on the CPU."""
     context: int = 1
-    """Processes that compute each row together: the number in the launch file for cp and ulysses."""
+    """Processes that compute each row together: the number in the launch file for cp, ulysses and cp_tp."""
     stages: int = 1
     """Into which the layers are divided, each on processes of its own: the number in the launch file for pp, and
     wherever there are pipelines."""
@@ -62,8 +59,8 @@ class Strategy:
         Raises:
             InputError: if the launch is not supported.
         """
-        environ, replicas, sizes = os.environ, 1, dict[str, int]()
-        together, context = _together()
+        environ, replicas = os.environ, 1
+        together, sizes = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
                 raise InputError("The launch file asks for FSDP version 1; set fsdp_version: 2 in its fsdp_config.")
@@ -71,7 +68,7 @@ class Strategy:
             if environ.get("PARALLELISM_CONFIG_TP_SIZE", "1") != "1":
                 raise InputError(
                     "The launch file sets parallelism_config_tp_size, by which layers are not split here; set it to "
-                    "1, or use the strategy file fsdp2_tp."
+                    f"1, or use the strategy file {'cp_tp' if together == 'cp' else 'fsdp2_tp'}."
                 )
             offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
             name = together or ("hsdp" if replicas > 1 else "fsdp2")
@@ -90,7 +87,6 @@ class Strategy:
             replicas=replicas,
             mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION") or native_precision(),
             rehearsal=rehearsal,
-            context=context,
             **sizes,
         )
 
@@ -143,7 +139,7 @@ class Strategy:
     @property
     def shards_parts(self) -> bool:
         """Each process has a shard of a part of the model, which ``part_shards`` takes."""
-        return self.name in SHARDED_PARTS.values()
+        return self.name in SHARDED_PARTS
 
     @property
     def is_fsdp(self) -> bool:
@@ -165,17 +161,18 @@ class Strategy:
         return self.name.startswith("zero3")
 
 
-def _together() -> tuple[str, int]:
-    """The strategy under which processes compute rows together, and how many; an empty name and 1 where none does.
+def _together() -> tuple[str, dict[str, int]]:
+    """The strategy under which whole models compute rows together, and how many by the name of their field; an empty
+    name where none does.
 
     Raises:
         InputError: if it is asked for with what it does not work with.
     """
     environ = os.environ
-    names = {size: name for name in TOGETHER for size in SIZES[name]}
+    names = {size: name for name in TOGETHER if name not in SHARDED_PARTS for size in SIZES[name]}
     asked = _asked(names)
     if not asked:
-        return "", 1
+        return "", {}
     (size, number), *others = asked.items()
     name, key = names[size], size.key
     for other, processes in others:
@@ -184,9 +181,10 @@ def _together() -> tuple[str, int]:
             "of these ways; set the other to 1."
         )
     if environ.get("ACCELERATE_USE_FSDP") != "true":
+        files = f"{name} or cp_tp" if environ.get("ACCELERATE_USE_MEGATRON_LM") == "true" else name
         raise InputError(
-            f"The launch file sets {key} to {number}, but not distributed_type to FSDP, without which processes "
-            f"do not share rows here; use the strategy file {name}, or set {key} to 1."
+            f"The launch file sets {key} to {number}, but not distributed_type to FSDP, without which this key "
+            f"does nothing here; use the strategy file {files}, or set {key} to 1."
         )
     if environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1":
         raise InputError(
@@ -198,7 +196,7 @@ def _together() -> tuple[str, int]:
             f"The launch file sets fsdp_offload_params to true and {key} to {number}, but {name} keeps weights on "
             "the GPUs; set fsdp_offload_params to false, or use the strategy file fsdp2_offload."
         )
-    return name, number
+    return name, {size.field: number}
 
 
 def _megatron() -> tuple[str, dict[str, int]]:
@@ -207,24 +205,40 @@ def _megatron() -> tuple[str, dict[str, int]]:
     Raises:
         InputError: if it is asked for with what it does not work with.
     """
-    asked = _asked(dict.fromkeys(size for name in IN_PARTS for size in SIZES[name]))
+    known = *IN_PARTS, *SHARDED_PARTS
+    asked = _asked(dict.fromkeys(size for name in known for size in SIZES[name]))
+    found = " and ".join(f"{size.key} to {number}" for size, number in asked.items())
     if not asked:
         keys = {SIZES[name][0].key: name for name in IN_PARTS if len(SIZES[name]) == 1}
-        known = " or ".join(f"{key} (strategy file {name})" for key, name in keys.items())
-        raise InputError(f"The launch file asks for a pipeline of one stage; set {known} to 2 or more.")
-    if (name := in_parts(asked)) is None:
-        found = " and ".join(f"{size.key} to {number}" for size, number in asked.items())
+        named = " or ".join(f"{key} (strategy file {name})" for key, name in keys.items())
+        raise InputError(f"The launch file asks for a pipeline of one stage; set {named} to 2 or more.")
+    shards = os.environ.get("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "").lower() == "true"
+    alike = [name for name in known if set(SIZES[name]) == set(asked)]
+    if not alike:
         raise InputError(
-            f"The launch file sets {found}, but experts are shared alone here; set {EXPERTS.key} to 1, or the others."
+            f"The launch file sets {found}, for which there is no strategy; use the strategy file "
+            f"{' or '.join(_nearest(asked, shards=shards))}."
         )
-    if os.environ.get("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "").lower() == "true":
-        if name not in SHARDED_PARTS:
-            raise InputError(
-                f"The launch file sets megatron_lm_use_distributed_optimizer to true, but {name} does not shard what "
-                "processes hold; set it to false, or use the strategy file fsdp2."
-            )
-        name = SHARDED_PARTS[name]
-    return name, {size.field: number for size, number in asked.items()}
+    names = [name for name in alike if (name in SHARDED_PARTS) == shards]
+    if not names and shards:
+        raise InputError(
+            f"The launch file sets megatron_lm_use_distributed_optimizer to true, but {alike[0]} does not shard what "
+            "processes hold; set it to false, or use the strategy file fsdp2."
+        )
+    if not names:
+        raise InputError(
+            f"The launch file sets {found}, but not megatron_lm_use_distributed_optimizer to true, without which there "
+            f"is no {alike[0]}; set it to true."
+        )
+    return names[0], {size.field: number for size, number in asked.items()}
+
+
+def _nearest(asked: Iterable[Size], *, shards: bool) -> list[str]:
+    """Strategies that do most of what is asked for by the keys of Megatron-LM, and nothing else."""
+    doing = [each for each in (*IN_PARTS, *SHARDED_PARTS) if set(SIZES[each]) < {*asked}]
+    alike = [each for each in doing if (each in SHARDED_PARTS) == shards] or doing
+    most = max((len(SIZES[each]) for each in alike), default=0)
+    return [each for each in alike if len(SIZES[each]) == most] or ["cp"]
 
 
 def _asked(sizes: Iterable[Size]) -> dict[Size, int]:
@@ -314,11 +328,11 @@ def problems(strategy: Strategy, *, bits: int | None, adapter: str, optimizer: s
             f"hsdp keeps {replicas} replicas, each sharded over at least 2 processes, but {processes} processes were "
             f"launched; launch a multiple of {replicas}, at least {2 * replicas}, or use fsdp2."
         )
-    if strategy.shards_parts and processes == together:
+    if strategy.shards_parts and processes == together and strategy.shards == 1:
         found.append(
             f"{strategy.name} shards each part of the model over the processes that have the same, but each of the "
             f"{processes} processes has another one; launch {2 * processes} or more, or use the strategy file "
-            f"{not_sharded(strategy.name)}."
+            f"{SHARDED_PARTS[strategy.name]}."
         )
     if strategy.mixed_precision not in DTYPES:
         found.append(precision_problem(strategy.mixed_precision))

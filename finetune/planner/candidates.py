@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from finetune.config.refusals import batch_problems
-from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES, STAGES, TOGETHER
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, SIZES, STAGES, TOGETHER, sharded_as
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import Machines
 from finetune.planner.changes import (
@@ -69,13 +69,14 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
     compare(_bases(question))
     compare(_with_split_stages(question, rows))
     compare(_with_sharded_parts(question, rows))
+    compare(_with_split_layers(question, rows))
     return rows + _reduced(question, rows, judge), left_out
 
 
 def _bases(question: Question) -> Iterator[Setting]:
     """Strategies with all their sizes, and methods; where several are compared, without those that have nothing to
     win, and without those that are for what does not fit otherwise."""
-    machines, last_resorts = question.machines, (*SPLIT_STAGES, *SHARDED_PARTS.values())
+    machines, last_resorts = question.machines, (*SPLIT_STAGES, *SHARDED_PARTS)
     for strategy in question.strategies:
         if len(question.strategies) > 1 and (
             strategy in last_resorts or is_pointless(strategy, machines, question.base.row_tokens)
@@ -123,7 +124,7 @@ def _with_sharded_parts(question: Question, rows: Sequence[Row]) -> list[Setting
         return (
             machines.nodes > 1
             and row.verdict != "fits"
-            and SHARDED_PARTS.get(setting.strategy) in question.strategies
+            and sharded_as(setting.strategy) in question.strategies
             and setting.data_processes > 1
             and machines.nodes % setting.stages == 0
             and _could_fit(row, shards=setting.data_processes)
@@ -131,11 +132,30 @@ def _with_sharded_parts(question: Question, rows: Sequence[Row]) -> list[Setting
 
     unlike = {"pipeline_schedule": "1f1b"}  # under which alone a stage's gradients are added up before they are freed
     launches = {
-        row.setting: _launch(row.setting) | {"strategy": SHARDED_PARTS[row.setting.strategy], **unlike}
+        row.setting: _launch(row.setting) | {"strategy": sharded_as(row.setting.strategy), **unlike}
         for row in rows
         if could_win(row)
     }
     return [replace(question.base, **launch, **setting.method._asdict()) for setting, launch in launches.items()]
+
+
+def _with_split_layers(question: Question, rows: Sequence[Row]) -> list[Setting]:
+    """Of long rows, split layers of GPUs that compute each row together, where neither fits by itself, however many
+    GPUs there are for it."""
+    is_compared = "cp_tp" in question.strategies and len(question.strategies) > 1
+
+    def could_win(setting: Setting) -> bool:
+        alone = [
+            row
+            for row in rows
+            if row.setting.method == setting.method and max(row.setting.context, row.setting.tensor) > 1
+        ]
+        as_sharded = [row for row in alone if row.setting.strategy == "cp"]
+        return setting.size > 1 and all(row.verdict != "fits" for row in alone) and all(map(_could_fit, as_sharded))
+
+    if not is_compared or question.base.row_tokens < LONG_ROW_TOKENS:
+        return []
+    return [each for each in _with_all_sizes(question, "cp_tp") if could_win(each)]
 
 
 def _too_few_rows(question: Question, base: Setting) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.config.compatibility import bf16_weights_problems
-from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STRATEGIES
+from finetune.config.strategy_names import SIZES, STRATEGIES, TOGETHER, sharded_as
 from finetune.trace.placement import SPLITS, placement_of, world_sizes_problem
 from finetune.trace.setting import APART, Setting
 
@@ -88,7 +88,7 @@ def sharded(setting: Setting) -> list[Setting]:
     """Under every strategy that splits more over the same GPUs, or that offloads no longer; none offloads. Of a
     pipeline also with more stages, of experts with more GPUs that share them, of stages and split layers also with
     shards of them."""
-    here, parts = setting.placement, setting.stages * setting.tensor
+    here, parts = setting.placement, setting.model_parts
     found = []
     if setting.stages > 1:
         numbers = range(setting.stages + 1, setting.world_size + 1)
@@ -96,8 +96,8 @@ def sharded(setting: Setting) -> list[Setting]:
         found = [each for each in deeper if not world_sizes_problem(each.strategy, each.world_size, each.sizes)]
     if setting.experts > 1:
         found = [replace(setting, experts=each) for each in SPLITS if each > setting.experts]
-    if setting.strategy in SHARDED_PARTS:
-        found.append(replace(setting, strategy=SHARDED_PARTS[setting.strategy], pipeline_schedule="1f1b"))
+    if shards := sharded_as(setting.strategy):
+        found.append(replace(setting, strategy=shards, pipeline_schedule="1f1b"))
     together = setting.world_size // setting.data_processes
     if setting.accumulation % together:  # too few rows for as many processes as there are GPUs
         return found
@@ -117,12 +117,15 @@ def _with_stages(setting: Setting, stages: int) -> Setting:
 
 
 def spread(setting: Setting) -> list[Setting]:
-    """With each row computed by 2, 4 or 8 of the GPUs, where the rows of a step are enough for all."""
-    if setting.size > 1:
+    """With each row computed by 2, 4 or 8 of the GPUs that compute different ones, where the rows of a step are enough
+    for all; also of those that hold shards of split layers."""
+    if setting.size > 1 and setting.strategy != TOGETHER["cp_tp"]:
         return []
-    sizes = [number for number in SPLITS if setting.world_size % number == 0]
+    strategy = "cp" if setting.size == 1 else "cp_tp"
+    sizes = [number for number in SPLITS if setting.data_processes % number == 0]
     return [
-        replace(setting, strategy="cp", context=number, accumulation=setting.accumulation * number) for number in sizes
+        replace(setting, strategy=strategy, context=number, accumulation=setting.accumulation * number)
+        for number in sizes
     ]
 
 

@@ -2,7 +2,8 @@
 
 GPUs of a layer add up hidden states within it; stages hand them on, each GPU to the one at its place in the next stage;
 and those with the same part add up its gradients, or gather it and add them up where they hold shards of it. The GPUs
-of a layer are neighbours; then come those with the same parts, then the next stage (``distributed.part_groups``).
+of a layer are neighbours; then come those with the same parts, then the next stage (``distributed.part_groups``). Of
+those with the same part, the first ones may compute each row together: they gather keys and values of their own heads.
 
 Example: of 16 GPUs, 4 for each layer and 2 stages, GPU 5 adds up hidden states with 4, 6 and 7, hands them on to 13,
 and adds up gradients with 1. Both of these go through the network where there are 4 machines of 4.

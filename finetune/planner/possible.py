@@ -100,7 +100,7 @@ def _context_problems(model: Model, setting: Setting) -> list[str]:
         return []
     anatomy, attention = model.anatomy, "auto" if setting.flat else "sdpa"
     return (
-        spread_problems(anatomy.not_spread)
+        spread_problems(setting.strategy, anatomy.not_spread)
         + context_problems(
             setting.strategy,
             embedding_noise=setting.embedding_noise,

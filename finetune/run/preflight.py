@@ -276,7 +276,7 @@ def _context_problems(spec: ModelSpec, launch: distributed.Strategy, dtype: torc
     capability, own_code = packing_support.own_capability(), spec.section.trust_remote_code
     reasons = packing_support.why_not_spread(spec.config, dtype=dtype, capability=capability, own_code=own_code)
     heads, key_heads = packing_support.heads_of(spec.config)
-    return spread_problems(reasons) or heads_problems(launch.name, launch.context, heads, key_heads)
+    return spread_problems(launch.name, reasons) or heads_problems(launch.name, launch.context, heads, key_heads)
 
 
 def _part_problems(cfg: sections.Run, launch: distributed.Strategy, spec: ModelSpec) -> list[str]:

@@ -103,7 +103,7 @@ def stepped(
 
 def problems(setting: Setting) -> list[str]:
     """Why a setting cannot be trained, as sentences."""
-    is_one_part = setting.shards_parts and setting.size == 1
+    is_one_part = setting.shards_parts and setting.model_parts == 1
     sizes = setting.strategy, setting.world_size, setting.sizes
     found = refusal(setting.cell), None if is_one_part else world_sizes_problem(*sizes)
     return [sentence for sentence in found if sentence]

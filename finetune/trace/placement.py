@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, TOGETHER, Size
+from finetune.config.strategy_names import IN_PARTS, SHARDED_PARTS, STAGES, TENSOR, TOGETHER, Size
 
 REPLICAS = 2
 """Copies of the sharded model under hsdp."""
@@ -67,14 +67,14 @@ class Placement:
         return 2 if self.zero_stage == 3 else 1
 
 
-def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
+def placement_of(strategy: str, world_size: int, parts: int = 1) -> Placement:
     """The placement of a strategy file on so many processes.
 
     Args:
-        size: processes that do together what the strategy is for: of several sizes their product.
+        parts: into which the model is divided where these are sharded, each on processes of its own.
     """
     n = world_size
-    shards, of_part = n // REPLICAS, n // size
+    shards, of_part = n // REPLICAS, n // parts
     return {
         "single": Placement(1, 1, 1, 1, "plain"),
         "ddp": Placement(1, 1, 1, n, "replicated"),
@@ -89,11 +89,11 @@ def placement_of(strategy: str, world_size: int, size: int = 1) -> Placement:
         # of a part: into how many is the setting's to say
         **dict.fromkeys(IN_PARTS, Placement(1, 1, 1, n, "in_parts")),
         **dict.fromkeys(TOGETHER, Placement(n, n, n, 1, "fully_shard")),
-        **dict.fromkeys(SHARDED_PARTS.values(), Placement(of_part, of_part, of_part, 1, "fully_shard")),
+        **dict.fromkeys(SHARDED_PARTS, Placement(of_part, of_part, of_part, 1, "fully_shard")),
     }[strategy]
 
 
-def traced_as(strategy: str, world_size: int, size: int = 1) -> tuple[str, int]:
+def traced_as(strategy: str, world_size: int, parts: int = 1) -> tuple[str, int]:
     """The strategy that is traced in place of another, and its processes.
 
     A stage's step follows from that of the whole model on one GPU (``planner.pipelines``), and that of a part of each
@@ -102,11 +102,14 @@ def traced_as(strategy: str, world_size: int, size: int = 1) -> tuple[str, int]:
 
     ZeRO's engine cannot be traced with its offload, because without a GPU it puts everything into host memory. What it
     gathers of other processes it fetches from the host then, also where there is one process alone.
+
+    Args:
+        parts: as ``placement_of`` takes them.
     """
-    if strategy in SHARDED_PARTS:
-        return ("single", 1)
     if strategy in SHARDED_PARTS.values():
-        return (strategy, world_size // size)
+        return ("single", 1)
+    if strategy in SHARDED_PARTS:
+        return (strategy, world_size // parts)
     return ("zero3", max(2, world_size)) if strategy.startswith("zero3_") else (strategy, world_size)
 
 
@@ -118,8 +121,8 @@ def world_sizes_problem(strategy: str, world_size: int, sizes: Mapping[Size, int
     """
     together = math.prod(sizes.values())
     least = {size: max(2, number) for size, number in sizes.items()}
-    fewest = 2 * math.prod(least.values())
-    if strategy in SHARDED_PARTS.values() and world_size < fewest:
+    fewest = 2 * math.prod(number for size, number in least.items() if size in (TENSOR, STAGES))
+    if strategy in SHARDED_PARTS and world_size < fewest:
         return f"{strategy} shards each part over the GPUs that have the same one; take at least {fewest} of them."
     if 1 in sizes.values() or world_size % together:
         what = " and ".join(DOES_TOGETHER[size.field].format(number) for size, number in least.items())

@@ -172,7 +172,7 @@ class Setting:
     @property
     def placement(self) -> Placement:
         """What its strategy splits over its processes, and where it lies."""
-        return placement_of(self.strategy, self.world_size, self.size)
+        return placement_of(self.strategy, self.world_size, self.model_parts)
 
     @property
     def sizes(self) -> dict[Size, int]:
@@ -185,9 +185,14 @@ class Setting:
         return math.prod(self.sizes.values())
 
     @property
+    def model_parts(self) -> int:
+        """Parts of the model, each on GPUs of its own: those of each layer, of each stage."""
+        return self.tensor * self.stages
+
+    @property
     def shards_parts(self) -> bool:
         """Whether GPUs that have the same part of the model hold shards of it."""
-        return self.strategy in SHARDED_PARTS.values()
+        return self.strategy in SHARDED_PARTS
 
     @property
     def order(self) -> Order:

@@ -46,7 +46,7 @@ def key_setting(setting: Setting) -> Setting:
     the bytes of bf16, but under ZeRO-3: what it adds to the engine's step is done on the host where that offloads. What
     a reference takes is added to a step's trace (``planner.memory``, ``planner.speed``).
     """
-    strategy, world_size = traced_as(setting.strategy, setting.world_size, setting.size)
+    strategy, world_size = traced_as(setting.strategy, setting.world_size, setting.model_parts)
     place = placement_of(strategy, world_size)
     of_replicas = place.framework == "replicated"
     micro_batches = 1 if place.zero_stage == 3 else min(setting.accumulation, 3) if of_replicas else 2
