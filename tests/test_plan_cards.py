@@ -218,6 +218,26 @@ def test_what_is_offloaded_comes_to_lie_beside_the_weights_that_are_read():
     assert step.on_host() > step.on_host("weights") > 0
 
 
+def test_weights_that_are_stored_as_they_are_computed_with_are_in_host_memory_once_for_all_processes():
+    """They are mapped from their files. Those of experts are put together, by each process."""
+    dense = Anatomy(10**6, 10**6, 9 * 10**5, 10**5, (), 8, 0, 1, None, costs=(1.0,) * 9)
+    mixture = replace(dense, active_parameters=10**5)
+    split = Setting(strategy="tp", world_size=8, tensor=8)
+    step = step_of(split)
+
+    def needed(stored: str | None, setting: Setting = split, anatomy: Anatomy = dense) -> float:
+        return host_bytes(step, anatomy, setting, processes_of_machine=8, stored=stored)
+
+    assert needed("bfloat16") == 2 * 10**6
+    assert needed("float32") == needed(None) == 8 * 2 * 10**6
+    assert needed("float32", replace(split, precision="no")) == 4 * 10**6
+    assert needed("bfloat16", replace(split, precision="no", weights="bf16")) == 2 * 10**6
+    assert needed("bfloat16", anatomy=mixture) == 8 * 2 * 10**6
+    assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8)) == 2 * 10**6  # of eight stages
+    assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=64)) == 2 * 10**6
+    assert needed("float32", replace(split, strategy="pp", tensor=1, stages=8)) == 2 * 10**6
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_zero_3_looks_for_infinite_gradients_in_a_copy_of_all_in_fp16(precision: str, tmp_path: Path):
     setting = Setting(strategy="zero3", world_size=2, row_tokens=64, precision=precision)

@@ -1,5 +1,6 @@
 """What is recommended fits, and nothing that fits is much faster; of what does not fit, the nearest is named."""
 
+import io
 import re
 from dataclasses import replace
 from itertools import product
@@ -8,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_models import arithmetic
+from rich.console import Console
 
 from finetune.cli.planning.launch_command import in_lines, launch_command
+from finetune.cli.planning.plan_tables import print_plan
 from finetune.cli.planning.reasons import reasons
 from finetune.config.command_line import parse
 from finetune.config.compatibility import Cell, refusal
 from finetune.config.strategy_names import SHARDED_PARTS, SIZES, STAGES, STRATEGIES, TENSOR, TOGETHER
-from finetune.errors import InputError
+from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import parse_gpus
 from finetune.planner import candidates as module_of_candidates
 from finetune.planner.candidates import SAME_SETTING_SPEED, candidates, splits
@@ -269,6 +272,19 @@ def test_a_row_of_the_answer_is_what_the_model_says_of_its_setting():
     for row in answer.rows:
         assert row.memory == LLAMA_8B.memory(row.setting)
         assert row.setting.micro_batch_size * row.setting.accumulation * row.setting.data_processes == 64
+
+
+def test_a_strategy_whose_step_cannot_be_traced_is_told_below_the_table():
+    def judge(asked: Question, setting: Setting) -> Row:
+        if setting.strategy == "fsdp2":
+            raise RunStopped("The step under fsdp2 cannot be traced here.")
+        return judged(asked, setting)
+
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(plan(question(strategies=("fsdp2", "zero3", "cp")), judge), console, model="Llama 3.1 8B")
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\nfsdp2 is not compared. The step under fsdp2 cannot be traced here.\n" in printed
+    assert printed.count("is not compared") == 1  # cp is refused for padded rows, which is no fault
 
 
 def test_what_is_given_stays_as_it_is():

@@ -63,6 +63,12 @@ def _download(model_id: str, revision: str | None) -> Path:
         ) from error
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """In which a published model's weights are stored, as PyTorch names it; None where config.json does not say."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    return found if isinstance(found, str) else None
+
+
 def published_bits(config: Mapping[str, Any]) -> int | None:
     """Bits that bitsandbytes quantised a published model's linear layers to; None for one that is not quantised.
 

@@ -43,6 +43,8 @@ class Impossible:
     strategy: str
     method: Method
     why: str
+    is_untraced: bool = False
+    """Its step could not be traced; a run may do well all the same."""
 
 
 def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], list[Impossible]]:
@@ -64,7 +66,8 @@ def candidates(question: Question, judge: Judge = judged) -> tuple[list[Row], li
             if isinstance(found, Row):
                 rows.append(found)
             else:
-                left_out.append(Impossible(base.strategy, base.method, str(found)))
+                untraced = isinstance(found, RunStopped)
+                left_out.append(Impossible(base.strategy, base.method, str(found), untraced))
 
     compare(_bases(question))
     compare(_with_split_stages(question, rows))

@@ -40,6 +40,8 @@ COMMUNICATION_BYTES = 1024 * MIB
 """NCCL's buffers, where there are several GPUs: assumed."""
 FRAGMENTATION = 0.03
 """Share of the peak that the allocator reserves beyond it: assumed, and less with expandable segments."""
+STORED_AS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Dtypes of the precisions of computation, as config.json names them."""
 SWAP_BUFFERS = {"weights": 5, "optimizer": 4}
 """Pinned buffers of ZeRO's swap to disk (offload_config.py of the engine)."""
 
@@ -186,21 +188,32 @@ def _pinned(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def host_bytes(step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int) -> int:
+def host_bytes(
+    step: Step, anatomy: Anatomy, setting: Setting, *, processes_of_machine: int, stored: str | None = None
+) -> int:
     """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
 
     Every process reads the whole model in the precision of computation, under a strategy that gathers no layers or
     shards parts (of a pipeline, its own layers); where the whole model is sharded one process reads and the others
-    receive (FSDP2), or each keeps its partitions (ZeRO-3). Quantised weights go to the GPU one by one; under FSDP2 and
-    in a pipeline each process may quantise all of them into host memory first (``distributed.weight_loading``).
-    Offloaded shards come to lie beside the weights that were read, which Accelerate 1.15 keeps until the last is made
-    (``original_sd`` of ``fsdp2_prepare_model``).
+    receive (FSDP2), or each keeps its partitions (ZeRO-3). Weights that are stored in this precision are mapped, and
+    the processes of a machine share them, but for those of experts, which transformers puts together as it reads.
+    Quantised weights go to the GPU one by one; under FSDP2 and in a pipeline each process may quantise all of them into
+    host memory first (``distributed.weight_loading``). Offloaded shards come to lie beside the weights that were read,
+    which Accelerate 1.15 keeps until the last is made (``original_sd`` of ``fsdp2_prepare_model``).
+
+    Args:
+        stored: the dtype in which the model's weights are stored, as PyTorch names it; None where it is not known, or
+            where random ones are drawn.
     """
     place = setting.placement
-    compute = 4 if setting.precision == "no" and setting.weights != "bf16" else 2
+    precision = "bf16" if setting.weights == "bf16" else setting.precision
+    compute = 4 if precision == "no" else 2
     model = compute * anatomy.parameters
-    shared = (place.framework == "fully_shard" and not setting.shards_parts) or place.zero_stage == 3
-    loading: float = model if shared else model * processes_of_machine / setting.stages
+    is_read_once = (place.framework == "fully_shard" and not setting.shards_parts) or place.zero_stage == 3
+    is_mapped = anatomy.active_parameters == anatomy.parameters and stored == STORED_AS[precision]
+    loading: float = model if is_read_once else model * processes_of_machine / setting.stages
+    if is_mapped:
+        loading = min(loading, model)
     if setting.bits is not None:
         quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters
         largest = compute * anatomy.largest_parameter

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.hardware.cards import Machines
-from finetune.models.model_config import published_bits
+from finetune.models.model_config import published_bits, stored_dtype
 from finetune.planner import memory, speed
 from finetune.planner.memory import StepMemory
 from finetune.planner.speed import StepTime
@@ -19,16 +19,18 @@ class Model:
     Each answer raises what ``Tracer.step`` does.
     """
 
-    def __init__(self, config: Mapping[str, Any], tracer: Tracer) -> None:
+    def __init__(self, config: Mapping[str, Any], tracer: Tracer, *, is_stored: bool = True) -> None:
         """
         Args:
             config: contents of a config.json.
             tracer: of the same configuration.
+            is_stored: whether there are weights to read; else random ones are drawn.
 
         Raises:
             InputError: if the model is published in a way that cannot be trained.
         """
         self.published_bits = published_bits(config)
+        self._stored = stored_dtype(config) if is_stored else None
         self.tracer = tracer
 
     @property
@@ -53,7 +55,8 @@ class Model:
     def host_bytes(self, setting: Setting, *, processes_of_machine: int) -> int:
         """Host memory of one machine; see ``memory.host_bytes``."""
         step = self.tracer.step(setting)
-        return memory.host_bytes(step, self.anatomy, setting, processes_of_machine=processes_of_machine)
+        known = {"processes_of_machine": processes_of_machine, "stored": self._stored}
+        return memory.host_bytes(step, self.anatomy, setting, **known)
 
     def checkpoint_bytes(self, setting: Setting) -> int:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""

@@ -146,7 +146,7 @@ def asked(
     model_config, token_rows = _with_new_tokens(cfg, read_config(cfg.model.path, cfg.model.revision))
     read = replace(read, token_rows=token_rows)
     tracer = Tracer(model_config, row_tokens=read.documents * cfg.data.max_length, on_progress=on_progress)
-    model = Model(model_config, tracer)
+    model = Model(model_config, tracer, is_stored=not cfg.model.random_weights)
     flags = all_flags(arguments, options)
     batch = cfg.train.global_batch_size
     batch_is_open = "global_batch_size" not in cfg.train.model_fields_set

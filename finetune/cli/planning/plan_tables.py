@@ -46,6 +46,8 @@ def print_plan(plan: Plan, console: Console, *, model: str, notes: Sequence[str]
             console,
             f"{hidden} more {'does' if hidden == 1 else 'do'} not fit; --all shows {'it' if hidden == 1 else 'them'}.",
         )
+    for strategy, why in {each.strategy: each.why for each in plan.impossible if each.is_untraced}.items():
+        _say(console, f"{strategy} is not compared. {why}")
     console.print()
     _print_advice(console, plan)
     for note in (*_notes(plan), *notes):
