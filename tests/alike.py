@@ -1,6 +1,7 @@
 """When a run whose rows several processes compute together is that of one process, and texts to train both on."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,45 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     for one, other in zip(found, expected):
         compared = ["loss", "grad_norm", "tokens", *(["eval_loss"] if "eval_loss" in other else [])]
         assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=2e-5)
+
+
+def assert_alike_in_16_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) > 0
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
+    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+
+
+def assert_trains_alike(tuned: Any, processes: int, size: int, changes: dict[str, Any], **launch: Any) -> None:
+    """Losses, held-out losses and answers of a run are those of one process.
+
+    Args:
+        tuned: as ``assert_answers_alike`` takes it.
+        launch: what else it is trained with on several.
+    """
+    expected = tuned("alone", 1, 1, **changes)
+    assert_alike(tuned("shared", processes, size, **launch, **changes), expected)
+    answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3
+
+
+def assert_goes_on(
+    tuned: Any, launches: dict[str, tuple[int, int]], pairs: Iterable[tuple[str, str]], changes: dict[str, Any]
+) -> None:
+    """A run of six steps that goes on after the third under another strategy ends as one that was not interrupted.
+
+    Args:
+        launches: processes and sizes, by strategies.
+        pairs: of strategies, before and after.
+    """
+    changes = changes | {"train__steps": 6}
+    expected = tuned("alone", 1, 1, **changes)
+    for strategy, launch in launches.items():
+        tuned(f"before-{strategy}", *launch, strategy=strategy, **changes, checkpoint__every=3, checkpoint__keep=5)
+    for before, after in pairs:
+        step = tuned.folder / f"before-{before}" / "checkpoints" / "step-00000003"
+        found = tuned("after", *launches[after], strategy=after, **changes, checkpoint__resume=str(step))
+        assert_alike(found, expected[3:])
 
 
 def assert_answers_alike(tuned: Any, processes: int, size: int, folder: Path, **launch: Any) -> None:

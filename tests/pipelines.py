@@ -7,14 +7,13 @@ from unittest import mock
 
 import scenarios
 import torch
-from alike import assert_alike
+from alike import assert_trains_alike
 from transformers import LlamaModel
 
 from finetune import distributed
 from finetune.distributed import pipeline_step
 from finetune.models import deferred_gradients
 from finetune.optim.rounding import local_shard
-from finetune.output.run_reading import read_run
 
 
 def held_in(config: Any, stages: int) -> dict[str, Any]:
@@ -76,11 +75,7 @@ class Tuned:
 
     def assert_alike(self, processes: int, stages: int, **changes: Any) -> None:
         """That losses, held-out losses and answers are those of one process."""
-        expected = self("alone", 1, 1, **changes)
-        assert_alike(self("shared", processes, stages, **changes), expected)
-        answers = [read_run(self.folder / each)["answers"] for each in ("shared", "alone")]
-        assert answers[0] == answers[1]
-        assert len(answers[0]) == SFT["eval__prompts"]
+        assert_trains_alike(self, processes, stages, changes)
 
 
 def train_a_model_that_adds_embeddings_at_the_end(config: Any) -> str:

@@ -11,10 +11,8 @@ import sharing
 import splitting
 import tiny
 import yaml
-from alike import assert_alike
+from alike import assert_alike_in_16_bits, assert_goes_on, assert_trains_alike
 from test_tensor_runs import GOES_ON, IN_BF16, LORA, SETTINGS
-
-from finetune.output.run_reading import read_run
 
 PROVEN = pytest.mark.prove
 SHARDED: Any = {"strategy": "fsdp2_tp"}
@@ -35,26 +33,15 @@ SHOWN = ["tied embeddings, biases", "an adapter that starts with the weights", "
 
 @pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in RUNS if each not in SHOWN)])
 def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name: str, tuned: Any):
-    changes = RUNS[name]
-    expected = tuned("alone", 1, 1, **changes)
-    assert_alike(tuned("shared", 4, 2, **SHARDED, **changes), expected)
-    answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
-    assert answers[0] == answers[1]
-    assert len(answers[0]) == 3
+    assert_trains_alike(tuned, 4, 2, RUNS[name], **SHARDED)
 
 
 @PROVEN
 @pytest.mark.parametrize("name", GOES_ON)
 def test_a_run_goes_on_under_other_strategies_as_one_that_was_not_interrupted(name: str, tuned: Any):
-    changes = GOES_ON[name] | {"train__steps": 6}
-    expected = tuned("alone", 1, 1, **changes)
     others = {"tp": (4, 2), "fsdp2": (2, 1), "single": (1, 1), "fsdp2_tp": (4, 2)}
-    for strategy, launch in others.items():
-        tuned(f"before-{strategy}", *launch, strategy=strategy, **changes, checkpoint__every=3, checkpoint__keep=5)
-    for before, after in [*product(others, ["fsdp2_tp"]), *product(["fsdp2_tp"], [*others][:-1])]:
-        step = tuned.folder / f"before-{before}" / "checkpoints" / "step-00000003"
-        found = tuned("after", *others[after], strategy=after, **changes, checkpoint__resume=str(step))
-        assert_alike(found, expected[3:])
+    pairs = [*product(others, ["fsdp2_tp"]), *product(["fsdp2_tp"], [*others][:-1])]
+    assert_goes_on(tuned, others, pairs, GOES_ON[name])
 
 
 @pytest.mark.parametrize(
@@ -63,8 +50,7 @@ def test_a_run_goes_on_under_other_strategies_as_one_that_was_not_interrupted(na
 def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
     settings: dict[str, Any] = {"precision": "bf16"} | IN_BF16[name]
     found, expected = tuned("shared", 4, 2, **SHARDED, **settings), tuned("alone", 1, 1, **settings)
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
-    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+    assert_alike_in_16_bits(found, expected)
 
 
 def test_a_process_holds_its_shard_of_its_part_of_each_layer(ranks: Any, conversations: Path, tmp_path: Path):

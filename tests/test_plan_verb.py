@@ -59,7 +59,7 @@ def command_in(text: str) -> list[str]:
         "--gpus 8xH100 --tokens 5e9 --all",
         "--gpus 8x80GB",
         "--gpus 1xT4 --all",
-        "--gpus 64x8xH200 --row-tokens 32768 --method full",
+        "--gpus 8x8xH200 --row-tokens 32768 --method full",
         "--gpus 8xH200 --method full",
         "--gpus 1x12GB --method full --strategy single",
         "--gpus 2xL40S --host-memory 256 --disk 400 --all",

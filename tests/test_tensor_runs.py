@@ -8,9 +8,7 @@ import corpora
 import pytest
 import scenarios
 import splitting
-from alike import FIGURES, assert_alike, assert_answers_alike, texts_in
-
-from finetune.output.run_reading import read_run
+from alike import FIGURES, assert_alike, assert_alike_in_16_bits, assert_answers_alike, assert_trains_alike, texts_in
 
 PROVEN = pytest.mark.prove
 LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
@@ -58,11 +56,7 @@ def tuned(ranks: Any, conversations: Path, held_out: Path, tmp_path_factory: pyt
 )
 def test_tuning_its_held_out_loss_and_its_answers_are_those_of_one_process(name: str, tuned: Any):
     processes, size, changes = SETTINGS[name]
-    expected = tuned("alone", 1, 1, **changes)
-    assert_alike(tuned("shared", processes, size, **changes), expected)
-    answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
-    assert answers[0] == answers[1]
-    assert len(answers[0]) == 3
+    assert_trains_alike(tuned, processes, size, changes)
 
 
 @pytest.mark.parametrize(("processes", "size"), [pytest.param(4, each, marks=PROVEN) for each in (2, 4)])
@@ -111,8 +105,7 @@ IN_BF16: dict[str, dict[str, Any]] = {
 def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
     settings: dict[str, Any] = {"precision": "bf16"} | IN_BF16[name]
     found, expected = tuned("shared", 4, 2, **settings), tuned("alone", 1, 1, **settings)
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=3e-3)
-    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in expected], abs=1e-2)
+    assert_alike_in_16_bits(found, expected)
 
 
 def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(

@@ -55,8 +55,9 @@ class Model:
     def host_bytes(self, setting: Setting, *, processes_of_machine: int) -> int:
         """Host memory of one machine; see ``memory.host_bytes``."""
         step = self.tracer.step(setting)
-        known = {"processes_of_machine": processes_of_machine, "stored": self._stored}
-        return memory.host_bytes(step, self.anatomy, setting, **known)
+        return memory.host_bytes(
+            step, self.anatomy, setting, processes_of_machine=processes_of_machine, stored=self._stored
+        )
 
     def checkpoint_bytes(self, setting: Setting) -> int:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""
