@@ -296,6 +296,7 @@ def test_signals_reach_every_process_and_the_launcher_waits_for_them(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ):
     saves = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends once the other one has ended
 signal.signal({int(number)}, lambda *_: (time.sleep(0.2), os.write(1, b"saved\\n"), os._exit(75)))
 open("ready-" + sys.argv[1], "w").close()
 if sys.argv[1] == "1":
