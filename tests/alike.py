@@ -7,6 +7,7 @@ from typing import Any
 
 import corpora
 import pytest
+import scenarios
 
 from finetune.output.run_reading import read_run
 
@@ -48,6 +49,20 @@ def assert_trains_alike(tuned: Any, processes: int, size: int, changes: dict[str
     answers = [read_run(tuned.folder / each)["answers"] for each in ("shared", "alone")]
     assert answers[0] == answers[1]
     assert len(answers[0]) == 3
+
+
+def assert_pretrains_alike(ranks: Any, strategy: str, processes: int, model: Path, folder: Path) -> None:
+    """Pretraining, and the figures of its held-out sources, are those of one process."""
+    found, texts = {}, texts_in(folder)
+    for name, number in (("single", 1), (strategy, processes)):
+        changes = texts | {"pretrain__z_loss": 1e-3, "eval__every": 4, "train__steps": 8}
+        values = corpora.values_of(model, Path(), folder / name, **changes)
+        assert ranks(number).run(corpora.pretrain, values, strategy=name) == [number] * number
+        found[name] = scenarios.read_metrics(folder / name)
+    assert sum("eval_loss" in line for line in found["single"]) > 1
+    for one, other in zip(found[strategy], found["single"], strict=True):
+        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
+        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)
 
 
 def assert_goes_on(

@@ -1,10 +1,13 @@
 """What a process of a run of the recipe holds of each kind."""
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import tiny
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,6 +21,14 @@ ROUNDING = 512
 
 def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def model_with(folder: Path, **changed: Any) -> dict[str, Any]:
+    """Make a folder of a small model whose configuration is changed; returns what its config.json has."""
+    file = tiny.build_model_folder(folder, tied=False) / "config.json"
+    described: dict[str, Any] = json.loads(file.read_text()) | changed
+    file.write_text(json.dumps(described))
+    return described
 
 
 def bytes_held(config: Any) -> dict[str, Any]:

@@ -4,14 +4,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import corpora
 import pytest
 import scenarios
 import sharing
 import splitting
 import tiny
 import yaml
-from alike import FIGURES, assert_alike_in_16_bits, assert_answers_alike, assert_goes_on, assert_trains_alike, texts_in
+from alike import (
+    assert_alike_in_16_bits,
+    assert_answers_alike,
+    assert_goes_on,
+    assert_pretrains_alike,
+    assert_trains_alike,
+)
 from test_part_shards import RUNS as OF_SHARDS
 from test_tensor_runs import GOES_ON, IN_BF16
 from transformers import AutoConfig
@@ -62,16 +67,7 @@ def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
 def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
     ranks: Any, model_folder: Path, tmp_path: Path
 ):
-    found, texts = {}, texts_in(tmp_path)
-    for strategy, processes in (("single", 1), ("cp_tp", 8)):
-        changes = texts | {"pretrain__z_loss": 1e-3, "eval__every": 4, "train__steps": 8}
-        values = corpora.values_of(model_folder, Path(), tmp_path / strategy, **changes)
-        assert ranks(processes).run(corpora.pretrain, values, strategy=strategy) == [processes] * processes
-        found[strategy] = scenarios.read_metrics(tmp_path / strategy)
-    assert sum("eval_loss" in line for line in found["single"]) > 1
-    for one, other in zip(found["cp_tp"], found["single"], strict=True):
-        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
-        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)
+    assert_pretrains_alike(ranks, "cp_tp", 8, model_folder, tmp_path)
 
 
 COMMON = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "phi3"]

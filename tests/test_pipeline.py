@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import corpora
 import every_recipe
 import pipelines
 import pytest
@@ -13,7 +12,7 @@ import sharing
 import tiny
 import torch
 import yaml
-from alike import FIGURES, assert_alike, assert_alike_in_16_bits, assert_answers_alike, texts_in
+from alike import assert_alike, assert_alike_in_16_bits, assert_answers_alike, assert_pretrains_alike
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
@@ -286,21 +285,7 @@ def test_a_row_is_filled_up_with_documents_that_are_not_trained_and_no_longer_th
     assert inputs["position_ids"].tolist() == document_bounds(filled, torch.device("cpu"))["position_ids"].tolist()
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return texts_in(tmp_path_factory.mktemp("texts"))
-
-
 def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
-    ranks: Any, model_folder: Path, texts: dict[str, Any], tmp_path: Path
+    ranks: Any, model_folder: Path, tmp_path: Path
 ):
-    found = {}
-    for strategy, processes in (("single", 1), ("pp", 2)):
-        changes = texts | {"pretrain__z_loss": 1e-3, "eval__every": 4, "train__steps": 8}
-        values = corpora.values_of(model_folder, Path(), tmp_path / strategy, **changes)
-        assert ranks(processes).run(corpora.pretrain, values, strategy=strategy) == [processes] * processes
-        found[strategy] = scenarios.read_metrics(tmp_path / strategy)
-    assert sum("eval_loss" in line for line in found["single"]) > 1
-    for one, other in zip(found["pp"], found["single"], strict=True):
-        compared = ["loss", "grad_norm", "tokens", *(FIGURES if "eval_loss" in other else [])]
-        assert [one[key] for key in compared] == pytest.approx([other[key] for key in compared], rel=1e-5)
+    assert_pretrains_alike(ranks, "pp", 2, model_folder, tmp_path)

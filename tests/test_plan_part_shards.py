@@ -1,6 +1,5 @@
 """The plan of shards of parts: held against what real processes hold, and its traffic against arithmetic by hand."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 import live_bytes
 import pytest
 import scenarios
-import tiny
 from full_trace import full_trace
 from plan_models import arithmetic
 from test_plan_choose import GIB, row_of
@@ -77,15 +75,13 @@ def test_weights_gradients_and_state_are_those_that_a_real_process_holds(
     split: Setting, family: str, method: str, ranks: Any, conversations: Path, tmp_path: Path
 ):
     asked, changes = ADAPTED[method]
-    folder = tiny.build_model_folder(tmp_path / "model", tied=False)
     experts = {"model_type": family, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 4, "head_dim": 16}
-    described |= experts if family == "qwen3_moe" else {}
+    changed = {"num_hidden_layers": 4, "head_dim": 16} | (experts if family == "qwen3_moe" else {})
+    described = live_bytes.model_with(tmp_path / "model", **changed)
     if family == "qwen3_moe" and method == "lora":
         asked, changes = asked | {"targets": OF_ATTENTION}, changes | {"adapter__targets": list(OF_ATTENTION)}
-    (folder / "config.json").write_text(json.dumps(described))
     changes = changes | {"train__steps": 2, "train__micro_batch_size": 2}
-    config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
+    config = scenarios.configuration(tmp_path / "model", conversations, tmp_path / "run", **changes)
     everyone = ranks(4).run(live_bytes.bytes_held, config, strategy=split.strategy, mixed_precision="bf16")
     assert len(everyone) == 4
     step = traced_step(described, replace(split, world_size=4, accumulation=2, **asked), row_tokens=TOKENS)
@@ -98,11 +94,9 @@ def test_weights_gradients_and_state_of_stages_are_those_that_real_stages_hold(
     method: str, ranks: Any, conversations: Path, tmp_path: Path
 ):
     asked, changes = ADAPTED[method]
-    folder = tiny.build_model_folder(tmp_path / "model", tied=False)
-    described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 8}
-    (folder / "config.json").write_text(json.dumps(described))
+    described = live_bytes.model_with(tmp_path / "model", num_hidden_layers=8)
     changes = changes | {"train__steps": 2, "train__micro_batch_size": 2}
-    config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
+    config = scenarios.configuration(tmp_path / "model", conversations, tmp_path / "run", **changes)
     everyone = ranks(4).run(live_bytes.bytes_held, config, strategy="fsdp2_pp", mixed_precision="bf16")
     assert len(everyone) == 4
     two = replace(STAGED, world_size=4, stages=2, accumulation=2, **asked)

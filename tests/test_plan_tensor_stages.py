@@ -1,6 +1,5 @@
 """The plan of pipelines of split layers: held against what real processes hold, and its arithmetic by hand."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from unittest import mock
 import live_bytes
 import pytest
 import scenarios
-import tiny
 from plan_models import arithmetic
 from test_plan_choose import GIB, row_of
 from test_plan_part_shards import ADAPTED, MODEL, TOKENS, WIDTH, asked_of
@@ -59,11 +57,9 @@ def test_weights_gradients_and_state_of_parts_of_stages_are_those_that_real_proc
     method: str, strategy: str, ranks: Any, conversations: Path, tmp_path: Path
 ):
     asked, changes = ADAPTED[method]
-    folder = tiny.build_model_folder(tmp_path / "model", tied=False)
-    described = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 8}
-    (folder / "config.json").write_text(json.dumps(described))
+    described = live_bytes.model_with(tmp_path / "model", num_hidden_layers=8)
     changes = changes | {"train__steps": 2, "train__micro_batch_size": 2}
-    config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
+    config = scenarios.configuration(tmp_path / "model", conversations, tmp_path / "run", **changes)
     processes = PROCESSES[strategy]
     everyone = ranks(processes).run(live_bytes.bytes_held, config, strategy=strategy, mixed_precision="bf16")
     assert len(everyone) == processes
