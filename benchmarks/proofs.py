@@ -43,10 +43,10 @@ FIXTURES = ("ranks", "tiny")
 """Test modules that every matrix uses, through conftest."""
 NOT_TRAINING = (
     *("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace", "finetune/report"),
-    *("finetune/export", "finetune/generation", "finetune/run/run_result.py"),
+    *("finetune/export", "finetune/generation", "finetune/run/run_result.py", "finetune/distributed/deepspeed_ops.py"),
 )
-"""What writes tables, the version, the commands, the planner and its traces, pages on runs, and what reads the result
-of a run: a training step runs none of them."""
+"""What writes tables, the version, the commands, the planner and its traces, pages on runs, what reads the result of a
+run, and what has DeepSpeed's operations compiled: a training step runs none of them."""
 FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (

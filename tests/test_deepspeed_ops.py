@@ -1,11 +1,14 @@
 """DeepSpeed's C++ operations: a killed build leaves nothing behind that a later one waits for."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scenarios
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import OpBuilder
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
 from finetune.distributed import deepspeed_ops
 from finetune.errors import InputError
@@ -50,6 +53,24 @@ def test_lock_of_a_killed_build_is_removed_and_other_operations_are_left_alone(
     assert not (tmp_path / "CPUAdamBuilder" / "lock").exists()
     assert (tmp_path / "SomebodyElse" / "lock").exists()
     assert capsys.readouterr().out.count("Compiling DeepSpeed's") == 2
+
+
+def test_no_operation_that_is_loaded_on_the_way_waits_for_a_killed_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """DeepSpeed's own builders, of which one loads another."""
+    locks = {name: tmp_path / "py_cpu" / name / "lock" for name in ALL_OPS}
+    for lock in locks.values():
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    loaded: dict[str, bool] = {}
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "_deepspeed_pin_memory_op_module", None, raising=False)  # as in a new process
+    monkeypatch.setattr(
+        OpBuilder, "load", lambda self, verbose: loaded.setdefault(self.name, locks[self.name].exists())
+    )
+    deepspeed_ops.build(cpu=True, offload=True, nvme=True)
+    assert loaded == dict.fromkeys(("deepspeed_shm_comm", "cpu_adam", "pin_memory", "async_io"), False)
 
 
 def test_operations_that_were_built_are_loaded_without_a_word(

@@ -44,7 +44,8 @@ def build(*, cpu: bool, offload: bool, nvme: bool) -> None:
     prepare_import()
     from deepspeed.accelerator import get_accelerator
 
-    wanted = ["ShareMemCommBuilder"] * cpu + ["CPUAdamBuilder"] * offload + ["AsyncIOBuilder"] * nvme
+    wanted = ["ShareMemCommBuilder"] * cpu + ["CPUAdamBuilder"] * offload
+    wanted += ["PinMemoryBuilder", "AsyncIOBuilder"] * nvme  # the second loads the first
     builders = [get_accelerator().create_op_builder(name) for name in wanted]
     if not builders:
         return
