@@ -12,6 +12,7 @@ compared.
 """
 
 import ast
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,10 +44,11 @@ FIXTURES = ("ranks", "tiny")
 """Test modules that every matrix uses, through conftest."""
 NOT_TRAINING = (
     *("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace", "finetune/report"),
-    *("finetune/export", "finetune/generation", "finetune/run/run_result.py", "finetune/distributed/deepspeed_ops.py"),
+    *("finetune/export", "finetune/generation", "finetune/scoring"),
+    *("finetune/run/run_result.py", "finetune/distributed/deepspeed_ops.py"),
 )
-"""What writes tables, the version, the commands, the planner and its traces, pages on runs, what reads the result of a
-run, and what has DeepSpeed's operations compiled: a training step runs none of them."""
+"""What writes tables, the version, the commands, the planner and its traces, pages on runs, what judges answers, what
+reads the result of a run, and what has DeepSpeed's operations compiled: a training step runs none of them."""
 FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (
@@ -72,9 +74,19 @@ def sources_hash(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(set(files)):
         text = path.read_text()
-        content = json.dumps(yaml.safe_load(text)) if path.suffix == ".yaml" else _code(ast.parse(text))
+        content = json.dumps(yaml.safe_load(text)) if path.suffix == ".yaml" else _code_of(text)
         digest.update(f"{path.relative_to(ROOT).as_posix()}\n{content}\n".encode())
     return digest.hexdigest()
+
+
+@functools.cache  # of the files that all matrices share, once
+def _code_of(text: str) -> str:
+    return _code(_tree(text))
+
+
+@functools.cache
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def _code(node: Any) -> str:
@@ -127,7 +139,7 @@ def imported_by(files: Iterable[Path], left_out: Sequence[str] = ()) -> set[Path
 
 def _imports(path: Path) -> Iterator[str]:
     """Names of the modules that a file imports; of ``from a import b``, ``a`` and what may be the module ``a.b``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -5,18 +5,20 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import scenarios
+import thinning
 import tiny
 import torch
 from plan_models import ArithmeticTracer
 from ranks import Ranks
 from recording import Recorder
 
+from benchmarks.proofs import MATRICES
 from finetune.cli.planning import asked
 from finetune.data import template_process
 
@@ -183,13 +185,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make check` leaves out and what runs alone, and have the longest files run first."""
+    """Mark what `make check` leaves out, what runs alone, and what of a matrix is left to `make prove`, and have the
+    longest files run first."""
+    of_matrices = defaultdict(list)
     for item in items:
-        file = item.path.stem
-        if file in STARTING_PROCESSES or "ranks" in getattr(item, "fixturenames", ()):
+        file, on_ranks = item.path.stem, "ranks" in getattr(item, "fixturenames", ())
+        if file in STARTING_PROCESSES or on_ranks:
             item.add_marker("slow")
         if file in ALONE:
             item.add_marker("alone")
+        if file in MATRICES and on_ranks and not item.get_closest_marker("prove"):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            of_matrices[file].append((item, (item.originalname, parameters)))
+    for points in of_matrices.values():
+        kept = thinning.kept([point for _, point in points])
+        for place, (item, _) in enumerate(points):
+            if place not in kept:
+                item.add_marker("prove")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

@@ -145,7 +145,7 @@ def tuned(
     return run
 
 
-SHOWN = ["plain", "averages, answers and layers computed again"]
+SHOWN = ["averages, answers and layers computed again"]
 
 
 @pytest.mark.parametrize(

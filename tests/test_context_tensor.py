@@ -64,6 +64,7 @@ def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
     assert_alike_in_16_bits(found, expected)
 
 
+@PROVEN
 def test_pretraining_and_the_figures_of_its_held_out_sources_are_those_of_one_process(
     ranks: Any, model_folder: Path, tmp_path: Path
 ):

@@ -11,6 +11,7 @@ import pytest
 import scenarios
 import tiny
 import torch
+from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft import LoraConfig, get_peft_model
 from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -130,16 +131,13 @@ def result(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "tied", "method"),
-    [
-        ("fsdp2", True, "lora"),
-        ("fsdp2", False, "lora"),
-        ("fsdp2", True, "none"),
-        ("zero3", True, "lora"),
-        ("zero3", False, "lora"),
-        ("zero3", False, "none"),
-        ("zero2", True, "lora"),
-        ("ddp", False, "lora"),
-    ],
+    thinned(
+        [("fsdp2", True, "lora"), ("zero3", False, "lora")],
+        [
+            *(("fsdp2", False, "lora"), ("fsdp2", True, "none"), ("zero3", True, "lora"), ("zero3", False, "none")),
+            *(("zero2", True, "lora"), ("ddp", False, "lora")),
+        ],
+    ),
 )
 def test_losses_and_new_rows_are_those_of_one_process(strategy: str, tied: bool, method: str, runs: Runs):
     base = runs.base(tied=tied)

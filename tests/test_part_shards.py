@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {name: changes for name, (*_, changes) in SETT
     "shards of unequal size": LORA | {"adapter__rank": 3, "adapter__rank_pattern": {"q_proj": 1, "down_proj": 1}},
     "lora on all but the experts": LORA | {"model__path": "experts", "adapter__targets": ["q_proj", "o_proj"]},
 }
-SHOWN = ["tied embeddings, biases", "an adapter that starts with the weights", "shards of unequal size"]
+SHOWN = ["shards of unequal size"]
 
 
 @pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(each, marks=PROVEN) for each in RUNS if each not in SHOWN)])
@@ -44,9 +44,8 @@ def test_a_run_goes_on_under_other_strategies_as_one_that_was_not_interrupted(na
     assert_goes_on(tuned, others, pairs, GOES_ON[name])
 
 
-@pytest.mark.parametrize(
-    "name", ["weights in bf16", *(pytest.param(each, marks=PROVEN) for each in IN_BF16 if each[0] != "w")]
-)
+@PROVEN
+@pytest.mark.parametrize("name", IN_BF16)
 def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned: Any):
     settings: dict[str, Any] = {"precision": "bf16"} | IN_BF16[name]
     found, expected = tuned("shared", 4, 2, **SHARDED, **settings), tuned("alone", 1, 1, **settings)

@@ -150,7 +150,7 @@ def memories(draw: st.DrawFn) -> dict[tuple[str, str, int | None, bool], tuple[f
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(memory=memories(), gpus=st.sampled_from(["1xH100", "4xH100", "2x8xA100"]), batch=st.sampled_from([16, 48, 96]))
 def test_recommended_fits_and_nothing_on_the_gpus_is_faster_by_more_than_a_tenth(memory, gpus: str, batch: int):
     asked = question(gpus, batch)

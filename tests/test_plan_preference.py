@@ -111,7 +111,7 @@ def test_hsdp_is_compared_on_several_machines_or_by_name(gpus: str, strategies: 
 REDUCTIONS = (("fp32_master", "adamw"), ("fp32_master", "adamw_8bit"), ("bf16", "adamw"), ("bf16", "adamw_8bit"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([10, 75, 100]), min_size=4, max_size=4),
     chosen=st.sets(st.sampled_from(["weights", "optimizer"])),

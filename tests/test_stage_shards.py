@@ -24,7 +24,7 @@ from finetune.training.loss import next_token_loss_sum, take_losses
 PROVEN = pytest.mark.prove
 SHARDED = {name: changes for name, (*_, changes) in SETTINGS.items() if name != "8 bits"}  # which are refused
 SHARDED["two parts of each stage"] = {"train__pipeline_parts": 2, "train__micro_batch_size": 1}
-SHOWN = ["rates by layer", "an adapter that starts with the weights"]
+SHOWN = ["an adapter that starts with the weights"]
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "shards, two parts of each stage": ("fsdp2_tp_pp", 8, 2, IN_TURN),
 }
 """Strategy, processes, of which two split each layer, and stages."""
-SHOWN = ["all weights", "qlora, packed", "deferred gradients"]
+SHOWN = ["qlora, packed", "deferred gradients"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ IN_BF16: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["masters in fp32", *(pytest.param(each, marks=PROVEN) for each in [*IN_BF16][1:])])
+@PROVEN
+@pytest.mark.parametrize("name", IN_BF16)
 def test_computing_in_16_bits_trains_as_on_one_process(name: str, tuned_by: Any):
     strategy, processes, changes = IN_BF16[name]
     tuned, settings = tuned_by[strategy], {"precision": "bf16"} | changes

@@ -146,7 +146,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "a last step of fewer rows": (2, 2, deferred(train__steps=None, train__epochs=0.25, train__global_batch_size=12)),
 }
 """Processes and stages."""
-SHOWN = ["two stages", "four stages of two parts", "all layers computed again, a micro-batch that trains nothing"]
+SHOWN = ["all layers computed again, a micro-batch that trains nothing"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""What `make test` runs of a proven matrix: every value and every test once at least, in few points."""
+
+from typing import Any
+
+import thinning
+from hypothesis import given
+from hypothesis import strategies as st
+
+POINTS = st.lists(
+    st.tuples(
+        st.sampled_from(["test_a", "test_b"]),
+        st.fixed_dictionaries({"launch": st.tuples(st.sampled_from("stu"), st.integers(1, 3)), "x": st.integers(3, 5)}),
+    ),
+    max_size=12,
+)
+
+
+@given(POINTS)
+def test_every_value_and_every_test_is_held_by_few_points(points: list[Any]):
+    def held(places: set[int]) -> set[str]:
+        return {each for place in places for each in (points[place][0], *thinning.values_of(points[place][1]))}
+
+    kept = thinning.kept(points)
+    assert held(kept) == held(set(range(len(points))))
+    assert len(kept) <= len(held(kept))
+
+
+def test_two_of_four_points_hold_both_strategies_and_both_optimizers():
+    optimizers = ("sgd", "adamw")
+    points = [("test_a", {"point": (name, each)}) for name in ("ddp", "fsdp2") for each in optimizers]
+    assert thinning.kept(points) == {0, 3}
+
+
+def test_a_launch_is_its_strategy_and_its_processes():
+    pairs = [
+        ("test_a", {"before": ("ddp", 2), "after": ("tp", 4)}),
+        ("test_a", {"before": ("tp", 2), "after": ("ddp", 4)}),
+    ]
+    assert thinning.kept(pairs) == {0}
+    assert sorted(thinning.values_of(pairs[0][1])) == ["'ddp'", "'tp'", "2", "4"]
+
+
+def test_what_has_no_parameters_stays():
+    assert thinning.kept([("test_a", {}), ("test_b", {}), ("test_c", {"n": 1})]) == {0, 1, 2}
+    assert thinning.kept([]) == set()

@@ -1,0 +1,35 @@
+"""Which points of a proven matrix `make test` runs: few that hold every value, and one of each test at least.
+
+Every point was run on these very sources, or `test_proofs` fails: what is left to do is to see, in another environment,
+that each strategy, precision, optimizer ... works there at all. For example, of ("ddp", "sgd"), ("ddp", "adamw"),
+("fsdp2", "sgd") and ("fsdp2", "adamw"), the first and the last are run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def values_of(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """The values of a point, those of tuples one by one, by whatever names: a launch is a strategy and processes."""
+    waiting = list(parameters.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, tuple):
+            waiting += value
+        else:
+            yield repr(value)
+
+
+def kept(points: Sequence[tuple[str, Mapping[str, Any]]]) -> set[int]:
+    """Places of the points to run, of all of a file: each is the name of its test, and its parameters.
+
+    Greedy: always the point with the most values that no other holds yet, the first of equals.
+    """
+    held = [{test, *values_of(parameters)} for test, parameters in points]
+    wanted = set().union(*held)
+    chosen = set()
+    while wanted:
+        best = max(range(len(held)), key=lambda place: len(held[place] & wanted))
+        chosen.add(best)
+        wanted -= held[best]
+    return chosen
