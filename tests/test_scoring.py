@@ -14,7 +14,7 @@ from finetune.data.sources import Source
 from finetune.errors import InputError
 from finetune.scoring.asked_rows import asked_rows
 from finetune.scoring.intervals import compared, compared_ratio, mcnemar, mean_interval, share_interval, sign_flip
-from finetune.scoring.scores import NAMES, chosen, score_of
+from finetune.scoring.scores import NAMES, chosen, equal_values, score_of
 from finetune.scoring.task_rows import TaskRow, read_task_rows, refuse_unfit
 
 GSM8K = "regex:#### (-?[0-9.,]+)"
@@ -43,12 +43,18 @@ def judged(score: str, answer: str, expected: str = "") -> float:
         (r"regex:\b[A-D]\b", "it is B", "B", 1),
         ("json", '{"a": 1}', "", 1),
         ("json", '```json\n["a"]\n```', "", 1),
+        ("json", "```JSON\n{}\n```", "", 1),
         ("json", "Sure! {}", "", 0),
+        ("json", '{"a": NaN}', "", 0),
+        ("json", "[-Infinity]", "", 0),
         ("json", "5", "", 0),
         ("json", "[" * 100_000, "", 0),
         ("json_fields", '{"b": [1, 2], "a": "x", "c": 0}', '{"a": "x", "b": [1, 2]}', 1),
         ("json_fields", '{"a": "x", "b": [2, 1]}', '{"a": "x", "b": [1, 2]}', 0.5),
         ("json_fields", '{"a": 1}', '{"a": true}', 0),
+        ("json_fields", '{"a": [1], "b": {"c": 1}}', '{"a": [true], "b": {"c": true}}', 0),
+        ("json_fields", '{"a": [1.0, {"c": true}]}', '{"a": [1, {"c": true}]}', 1),
+        ("json_fields", '{"a": [1, 2], "b": {"c": 1, "d": 1}}', '{"a": [1], "b": {"c": 1}}', 0),
         ("json_fields", "a: x", '{"a": "x"}', 0),
         ("json_fields:aa", '{"a": "x"}', '{"a": "x"}', 0),
         ("json_fields: b", '{"a": "y", "b": 1.0}', '{"a": "x", "b": 1}', 1),
@@ -56,6 +62,55 @@ def judged(score: str, answer: str, expected: str = "") -> float:
 )
 def test_an_answer_is_judged_by_what_its_score_says(score: str, answer: str, expected: str, value: float):
     assert judged(score, answer, expected) == value
+
+
+def test_values_are_compared_as_deep_as_json_is_read():
+    deep = '{"a": ' + "[" * 600 + "]" * 600 + "}"
+    assert judged("json_fields", deep, deep) == 1
+    assert judged("json_fields", deep, deep.replace("[]", "[1]")) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,234", "1234"),
+        ("$1,234.50", "1234.5"),
+        ("-$1,234,567", "-1234567"),
+        ("$-5", "-5.00"),
+        ("- 5", "-5"),
+        ("5 $", "5"),
+        ("1,200.", "1200"),
+        ("18,", "18"),
+        ("1 234", "1234"),
+        ("1\u202f234\u202f567.5", "1234567.5"),
+        ("1e3", "1,000"),
+    ],
+)
+def test_a_number_is_the_same_however_its_thousands_and_its_dollars_are_written(one: str, other: str):
+    assert equal_values(one, other)
+    assert equal_values(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,23", "12,3"),
+        ("1, 2, 3", "123"),
+        ("3,5", "35"),
+        ("1 2 3", "123"),
+        ("100, 200", "100200"),
+        ("0,123", "123"),
+        ("1,2345", "12345"),
+        ("1,234 567", "1234567"),
+        ("1,234.5,678", "1234.5678"),
+        ("5$6", "56"),
+        ("NaN", "nan"),
+        (",", "."),
+    ],
+)
+def test_commas_that_group_no_thousands_make_no_number(one: str, other: str):
+    assert not equal_values(one, other)
+    assert not equal_values(other, one)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +229,8 @@ def test_the_right_choice_is_named_by_its_number_its_letter_or_its_text(answer: 
     ("row", "reason"),
     [
         ({"question": "a", "choices": ["b", "c"], "answer": 2}, "`answer` is 2; give the number"),
+        ({"question": "a", "choices": ["b", "c"], "answer": "ß"}, "`answer` is 'ß'; give the number"),
+        ({"question": "a", "choices": list("ijklmnopq"), "answer": "ı"}, "`answer` is 'ı'; give the number"),
         ({"question": "a", "choices": ["b", "c"]}, "`answer` is None; give the number"),
         ({"question": "a", "choices": ["b", "b"], "answer": 0}, "two of the choices are the same"),
         ({"question": "a", "choices": ["b"], "answer": 0}, "two texts or more"),
@@ -200,6 +257,15 @@ def test_rows_that_do_not_fit_a_score_are_refused(tmp_path: Path):
     for score, reason in {"choice": "no choices", "contains": "no answer", "json_fields": "not a JSON object"}.items():
         with pytest.raises(InputError, match=reason):
             refuse_unfit(rows, [score_of(score)])
+    refuse_unfit(rows, [score_of("json")])
+
+
+@pytest.mark.parametrize("score", ["exact_match", "contains", r"regex:\d*", "json_fields"])
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_answer_without_text_is_none_to_compare_with(score: str, answer: str, tmp_path: Path):
+    rows = read(tmp_path, {"prompt": "a", "answer": "{}"}, {"prompt": "a", "answer": answer})
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: it has no answer to compare with"):
+        refuse_unfit(rows, [score_of(score)])
     refuse_unfit(rows, [score_of("json")])
 
 

@@ -6,6 +6,7 @@ A score is written as its name, with what it needs behind a colon: ``regex:#### 
 import difflib
 import json
 import re
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -15,6 +16,10 @@ from finetune.errors import InputError
 
 Judge = Callable[[str, str], float]
 """An answer and the expected one, to a number from 0 to 1."""
+
+_IN_THOUSANDS = re.compile(r"(?!0)\d{1,3}([, \u00a0\u202f])\d{3}(?:\1\d{3})*(?:\.\d+)?")
+_BEFORE_DIGITS = re.compile(r"\s*\$?\s*([-+]?)\s*\$?\s*")
+_AFTER_DIGITS = string.whitespace + "$.,"
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ def extracted(pattern: re.Pattern[str], text: str, *, last: bool = False) -> str
 
 
 def equal_values(one: str, other: str) -> bool:
-    """Whether two texts are the same, or the same number: commas, dollar signs and a full stop at the end say nothing,
-    so that ``$1,200.`` is ``1200.0``."""
+    """Whether two texts are the same, or the same number: dollar signs, commas or spaces between thousands, and a full
+    stop or comma at the end say nothing, so that ``$1,200.`` is ``1200.0``. Other commas make no number: ``1,23``."""
     if one == other:
         return True
     numbers = _number(one), _number(other)
@@ -113,8 +118,13 @@ def equal_values(one: str, other: str) -> bool:
 
 
 def _number(text: str) -> Decimal | None:
+    before = _BEFORE_DIGITS.match(text)
+    assert before is not None  # of anything, perhaps nothing
+    digits = text[before.end() :].rstrip(_AFTER_DIGITS)
+    if _IN_THOUSANDS.fullmatch(digits):
+        digits = re.sub(r"[^\d.]", "", digits)
     try:
-        found = Decimal(re.sub(r"[,$\s]", "", text).rstrip("."))
+        found = Decimal(before[1] + digits)
     except InvalidOperation:
         return None
     return found if found.is_finite() else None
@@ -151,10 +161,17 @@ def json_fields(answer: str, expected: str, fields: Sequence[str] | None = None)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal as JSON: 1 is 1.0 and not true."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return bool(one == other)
+    """Equal as JSON: 1 is 1.0 and not true, at any depth."""
+    pairs = [(one, other)]  # no calls of itself: JSON may be as deep as Python lets calls be
+    while pairs:
+        one, other = pairs.pop()
+        if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+            pairs += zip(one, other)
+        elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            pairs += [(value, other[key]) for key, value in one.items()]
+        elif isinstance(one, bool) != isinstance(other, bool) or one != other:
+            return False
+    return True
 
 
 def is_json(text: str) -> bool:
@@ -169,11 +186,16 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def _parsed(text: str) -> Any:
-    inner = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL)
+    inner = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL | re.IGNORECASE)
     try:
-        return json.loads(inner[1] if inner else text)
+        return json.loads(inner[1] if inner else text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(constant: str) -> None:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 def chosen(log_probabilities: Sequence[float], choices: Sequence[str], *, by_length: bool) -> int:

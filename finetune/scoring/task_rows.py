@@ -1,9 +1,10 @@
 """Rows that a model is scored on: a question, and the expected answer or choices, in any format that training reads.
 
 Beside these formats, ``prompt`` or ``question`` with ``answer`` is a row. With ``choices`` (texts) the answer is the
-number of the right one, from 0, or its text, or a letter.
+number of the right one, from 0, or its text, or a letter from A to Z. An answer without text is none.
 """
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -94,10 +95,15 @@ def task_row(record: Record, columns: Columns = ()) -> TaskRow:
         choices = _choices(value["choices"])
         return TaskRow(prompt, _right_choice(choices, answer), choices)
     if answer is None:
-        return TaskRow(prompt, _last_answer(value))
+        return TaskRow(prompt, _with_text(_last_answer(value)))
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise BadRow("the key `answer` is neither a text nor a number")
-    return TaskRow(prompt, str(answer))
+    return TaskRow(prompt, _with_text(str(answer)))
+
+
+def _with_text(answer: str | None) -> str | None:
+    """None for an empty answer too: it would be a part of every answer."""
+    return answer if answer and answer.strip() else None
 
 
 def _last_answer(value: dict[str, Any]) -> str | None:
@@ -109,7 +115,7 @@ def _last_answer(value: dict[str, Any]) -> str | None:
     if example.messages is None:
         return example.completion if example.prompt else None
     last = example.messages[-1]
-    return last["content"] or None if last["role"] == "assistant" else None
+    return last["content"] if last["role"] == "assistant" else None
 
 
 def _choices(given: Any) -> tuple[str, ...]:
@@ -128,8 +134,11 @@ def _right_choice(choices: tuple[str, ...], answer: Any) -> str:
         return answer
     number = answer if isinstance(answer, int) and not isinstance(answer, bool) else None
     if isinstance(answer, str) and len(answer.strip()) == 1:
-        letter = answer.strip().upper()
-        number = int(letter) if letter.isdecimal() else ord(letter) - ord("A")
+        sign = answer.strip()
+        if sign.isdecimal():
+            number = int(sign)
+        elif sign in string.ascii_letters:  # others may become one, or two, in upper case
+            number = string.ascii_uppercase.index(sign.upper())
     if number is None or not 0 <= number < len(choices):
         raise BadRow(
             f"the key `answer` is {repr(answer)[:40]}; give the number of the right choice, from 0, or its text"
