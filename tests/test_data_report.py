@@ -301,14 +301,25 @@ class TestFigures:
 class TestSpeed:
     def test_speed_is_the_median_of_an_earlier_runs_steps_but_the_first(self, tmp_path: Path):
         steps = [(100, 50.0), (100, 1.0), (300, 1.0), (200, 1.0)]
-        lines = [json.dumps({"total_tokens": tokens, "step_seconds": seconds}) for tokens, seconds in steps]
+        lines = [
+            json.dumps({"step": step, "total_tokens": tokens, "step_seconds": seconds})
+            for step, (tokens, seconds) in enumerate(steps, start=1)
+        ]
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"total_tok')
         assert measured_speed(tmp_path) == 200
 
     def test_speed_is_not_guessed_from_one_step_or_none(self, tmp_path: Path):
         assert measured_speed(tmp_path) is None
-        (tmp_path / "metrics.jsonl").write_text('{"total_tokens": 1, "step_seconds": 1}\n')
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "total_tokens": 1, "step_seconds": 1}\n')
         assert measured_speed(tmp_path) is None
+
+    @pytest.mark.parametrize(
+        "line", [b'{"step": 2, "total_tok\n', b"\x00\xff\n", b"[]\n", b'{"step": 2, "total_tokens": 50}\n', b"\n"]
+    )
+    def test_a_line_that_a_failing_machine_left_is_no_step(self, line: bytes, tmp_path: Path):
+        whole = [b'{"step": %d, "total_tokens": 50, "step_seconds": 1}\n' % step for step in (1, 3, 4)]
+        (tmp_path / "metrics.jsonl").write_bytes(whole[0] + line + whole[1] + whole[2])
+        assert measured_speed(tmp_path) == 50
 
     def test_given_speed_wins_and_without_any_it_is_said_how_to_get_it(
         self,
@@ -321,7 +332,8 @@ class TestSpeed:
         assert commands.main(arguments) == 0
         assert "--tokens-per-second" in capsys.readouterr().out
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"total_tokens": 50, "step_seconds": 1}\n' * 2)
+        lines = [f'{{"step": {step}, "total_tokens": 50, "step_seconds": 1}}\n' for step in (1, 2)]
+        (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
         assert as_json(arguments, capsys)["tokens_per_second"] == 50
         given = as_json([*arguments, "--tokens-per-second", "2000"], capsys)
         assert given["unpacked"]["seconds_per_epoch"] == given["unpacked"]["positions_per_epoch"] / 2000

@@ -1,6 +1,5 @@
 """``finetune data``: the data of a configuration as the model will see them, without loading the model."""
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
 from finetune.models import new_tokens
 from finetune.models.spec import ModelSpec
+from finetune.output.run_reading import read_metrics
 from finetune.run.corpus import corpus_problems, stage_problems, text_problems
 from finetune.run.inputs import load_tokenizer, settings_of
 from finetune.run.pairs import kind_problems, pair_problems
@@ -181,13 +181,8 @@ def problems_of_a_run(
 def measured_speed(output_dir: Path) -> float | None:
     """Positions per second of an earlier run: the median of its steps without the first, which is a warm-up.
 
-    None if it left no metrics.jsonl, or fewer than two steps.
+    None if it left no metrics.jsonl, or fewer than two steps that can be read.
     """
-    path = output_dir / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    steps = [
-        json.loads(line) for line in lines[1:] if line.endswith("\n")
-    ]  # a run that is killed may leave half of one
+    lines = read_metrics(output_dir)[0].values()
+    steps = [line for line in lines if line.get("total_tokens") and line.get("step_seconds")][1:]
     return statistics.median(s["total_tokens"] / s["step_seconds"] for s in steps) if steps else None
