@@ -69,6 +69,34 @@ def test_scores_on_the_rows_of_the_run_are_those_that_the_run_recorded(run: Path
     assert before["differences"]["loss"]["value"] == pytest.approx(gained, abs=1e-5)
 
 
+def test_a_limit_takes_the_loss_of_the_rows_whose_answers_are_scored(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A long text gives several rows to train on."""
+    lines = [json.dumps({"text": word + " stone river" * 60}) + "\n" for word in ("the", "one", "red", "blue")]
+    whole, first = tmp_path / "whole.jsonl", tmp_path / "first.jsonl"
+    whole.write_text("".join(lines))
+    first.write_text("".join(lines[:2]))
+    (limited,), (expected,) = (
+        as_json(capsys, str(run), "--score", "loss", "--data", *more)["models"]
+        for more in ((str(whole), "--limit", "2"), (str(first),))
+    )
+    assert limited["scores"]["loss"]["rows"] > 2
+    assert limited == expected
+
+
+def test_a_limit_below_the_first_row_with_a_loss_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"prompt": "the stone " * 60, "completion": "runs"}, {"prompt": "the stone", "completion": "runs"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [str(run), "--score", "loss", "--data", str(tmp_path / "rows.jsonl"), "--limit"]
+    assert main(["evaluate", *command, "1"]) == 2
+    assert "--limit 1: no trained token is left of these rows at data.max_length 64" in capsys.readouterr().err
+    (found,) = as_json(capsys, *command, "2")["models"]
+    assert found["scores"]["loss"]["rows"] == 1
+
+
 def test_answers_are_scored_and_written_with_the_rows(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

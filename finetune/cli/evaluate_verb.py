@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +179,40 @@ def _judgement(speaker: Speaker, asked: Asked, manner: Manner, options: argparse
     def shown(batches: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
         return track(batches, escape(name)[-40:], console=console, transient=True, disable=not console.is_terminal)
 
-    held_out = _held_out_rows(speaker, asked, options.limit) if asked.has_loss else None
+    held_out = _held_out_rows(speaker, asked) if asked.has_loss else None
     return judge(speaker, tokens, asked.scores, held_out, manner, batch_size=options.batch_size, shown=shown)
 
 
-def _held_out_rows(speaker: Speaker, asked: Asked, limit: int | None) -> list[Row]:
-    """The rows as a run would hold them out, for this model's tokenizer."""
+def _held_out_rows(speaker: Speaker, asked: Asked) -> list[Row]:
+    """The rows that are asked as a run would hold them out, for this model's tokenizer.
+
+    Raises:
+        InputError: if a row cannot be used, or --limit takes none that has a loss.
+    """
     data = asked.settings
     if speaker.positions is not None and data.max_length > speaker.positions:
         data = data.model_copy(update={"max_length": speaker.positions})
     settings = settings_of(data, speaker.tokenizer, speaker.end_tokens)
     rows = dataset.read_rows(asked.sources, speaker.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
-    return [row for row in islice(rows, limit) if row.trained_tokens]
+    found = [row for row in _made_of(asked.rows, rows) if row.trained_tokens]
+    if not found:
+        raise InputError(
+            f"--limit {len(asked.rows)}: no trained token is left of these rows at data.max_length {data.max_length}, "
+            "so that they have no loss; take more rows, or name other scores with --score."
+        )
+    return found
+
+
+def _made_of(asked: Sequence[TaskRow], rows: Iterable[Row]) -> Iterator[Row]:
+    """Of encoded rows, in the order of their records, those made of the first records: several of one, or none.
+
+    A name may stand for several records, since subsets of a hub dataset have the same.
+    """
+    left = iter([row.prompt.source for row in asked])
+    for source, made in groupby(rows, key=lambda row: row.source):
+        if source not in left:  # which goes on to behind it
+            return
+        yield from made
 
 
 def _lines(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> Iterator[dict[str, Any]]:
