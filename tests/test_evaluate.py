@@ -92,7 +92,7 @@ def test_a_limit_below_the_first_row_with_a_loss_is_refused(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [str(run), "--score", "loss", "--data", str(tmp_path / "rows.jsonl"), "--limit"]
     assert main(["evaluate", *command, "1"]) == 2
-    assert "--limit 1: no trained token is left of these rows at data.max_length 64" in capsys.readouterr().err
+    assert "At data.max_length 64 no trained token is left of what is asked" in capsys.readouterr().err
     (found,) = as_json(capsys, *command, "2")["models"]
     assert found["scores"]["loss"]["rows"] == 1
 

@@ -187,7 +187,7 @@ def _held_out_rows(speaker: Speaker, asked: Asked) -> list[Row]:
     """The rows that are asked as a run would hold them out, for this model's tokenizer.
 
     Raises:
-        InputError: if a row cannot be used, or --limit takes none that has a loss.
+        InputError: if a row cannot be used, or none has a loss.
     """
     data = asked.settings
     if speaker.positions is not None and data.max_length > speaker.positions:
@@ -197,8 +197,8 @@ def _held_out_rows(speaker: Speaker, asked: Asked) -> list[Row]:
     found = [row for row in _made_of(asked.rows, rows) if row.trained_tokens]
     if not found:
         raise InputError(
-            f"--limit {len(asked.rows)}: no trained token is left of these rows at data.max_length {data.max_length}, "
-            "so that they have no loss; take more rows, or name other scores with --score."
+            f"At data.max_length {data.max_length} no trained token is left of what is asked, so that it "
+            "has no loss; take more rows, or name other scores with --score."
         )
     return found
 
