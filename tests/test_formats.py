@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.formats import FORMATS, Example, convert, detect
+from finetune.data.formats import FORMATS, Example, convert, convert_compared, convert_pair, convert_prompt, detect
 from finetune.data.sources import Record, Source, read
 from finetune.errors import BadRow
 
@@ -159,6 +159,45 @@ def test_sharegpt_tool_calls_are_the_same_as_those_of_messages():
     assert convert({"conversations": turns, "tools": json.dumps(TOOLS)}, "auto") == expected
 
 
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_arguments_of_a_call_are_found_under_each_of_their_names(key: str, as_text: bool):
+    arguments = CALL["function"]["arguments"]
+    call = {"name": "look", "arguments": None, key: json.dumps(arguments) if as_text else arguments}
+    expected = example(USER, {"role": "assistant", "content": "", "tool_calls": [CALL]})
+    for form in (call, {"type": "function", "function": call}, {"type": "tool_use", "id": None, **call}):
+        assert example(USER, {"role": "assistant", "content": "", "tool_calls": [form]}) == expected
+        assert example(USER, {"role": "assistant", "function_call": form}) == expected
+        turns = [{"from": "human", "value": "the tree"}, {"from": "function_call", "value": json.dumps(form)}]
+        assert convert({"conversations": turns}, "auto") == expected
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None, {}, "{}"])
+def test_call_without_arguments_has_an_empty_object(arguments: Any):
+    messages = example(USER, {"role": "assistant", "function_call": {"name": "a", "arguments": arguments}}).messages
+    assert messages is not None
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "a", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    "form", [{"role": "tool", "content": None}, {"role": "tool"}, {"role": "function", "name": "a"}]
+)
+def test_answer_of_a_tool_may_be_null_or_absent_as_it_may_be_empty(form: dict[str, Any]):
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert example(USER, call, form, ANSWER) == example(USER, call, {**form, "content": ""}, ANSWER)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thought"])
+def test_reasoning_in_parts_is_joined(key: str):
+    parts = [{"type": "text", "text": "it is "}, {"type": "text", "text": "an oak"}]
+    assert example(USER, {**ANSWER, key: parts}) == example(USER, {**ANSWER, key: "it is an oak"})
+
+
+def test_functions_are_the_tools_where_tools_are_empty():
+    for empty in ([], "[]", "", None):
+        assert example(USER, ANSWER, tools=empty, functions=[TOOLS[0]["function"]]).tools == TOOLS
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -193,6 +232,105 @@ def test_conversation_in_a_table_cell_is_json_text():
     assert convert({"messages": json.dumps([USER, ANSWER]), "system": ""}, "auto") == Example([USER, ANSWER])
 
 
+@pytest.mark.parametrize("sender", ["role", "from"])
+def test_prompt_and_completion_in_table_cells_are_json_text(sender: str):
+    prompt, completion = [USER, ANSWER, USER], [ANSWER]
+    if sender == "from":
+        prompt, completion = ([as_sharegpt(message) for message in turns] for turns in (prompt, completion))
+    row = {"prompt": json.dumps(prompt, indent=1), "completion": json.dumps(completion)}
+    assert convert(row, "auto") == Example([USER, ANSWER, USER, ANSWER], untrained=frozenset({1}))
+    assert convert_prompt(row) == Example([USER, ANSWER, USER])
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        '{"from": "Tokyo", "to": "Osaka"}',
+        '{"role": "admin"}',
+        '{"role": "admin", "content": "all"}',
+        '[{"from": "Tokyo"}, 3]',
+        '[{"a": 1, "a": 2}]',
+        "[1]",
+        "[]",
+    ],
+)
+def test_json_that_is_no_list_of_messages_stays_text(completion: str):
+    row = {"prompt": "the tree", "completion": completion}
+    assert convert(row, "auto") == Example(None, prompt="the tree", completion=completion)
+
+
+@pytest.mark.parametrize(
+    ("key", "item"),
+    [
+        ("system", "be brief"),
+        ("tools", TOOLS),
+        ("tools", json.dumps(TOOLS)),
+        ("functions", TOOLS),
+        ("history", [["a", "b"]]),
+    ],
+)
+def test_what_a_plain_prompt_has_no_place_for_is_refused_unless_it_is_empty(key: str, item: Any):
+    compared = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (lambda row: convert(row, "auto"), ROWS["prompt-completion"]),
+        (convert_prompt, ROWS["prompt-completion"]),
+        (convert_compared, {**ROWS["prompt-completion"], "label": True}),
+        (convert_pair, compared),
+    ]
+    for way, row in ways:
+        with pytest.raises(
+            BadRow, match=f"the key `{key}` stands beside a prompt .* give the prompt and its answers as"
+        ):
+            way({**row, key: item})
+        for empty in (None, "", " ", [], "[]"):
+            assert way({**row, key: [] if key == "system" and empty == [] else empty}) == way(row)
+
+
+def test_system_beside_messages_in_prompt_and_completion_is_rendered():
+    row = {"prompt": [USER], "completion": [ANSWER], "system": "be brief"}
+    system = {"role": "system", "content": "be brief"}
+    assert convert(row, "auto") == Example([system, USER, ANSWER])
+
+
+@pytest.mark.parametrize("key", ["image", "images", "video", "videos", "audio", "audios"])
+def test_row_with_pictures_films_or_sound_is_refused_by_name(key: str):
+    reason = f"the row has the key `{key}`, and only texts can be trained on"
+    for row in ROWS.values():
+        for ask in (lambda value: convert(value, "auto"), convert_prompt):
+            for item in ("a.png", ["a.png"], {"bytes": None, "path": "a.png"}):
+                with pytest.raises(BadRow, match=reason):
+                    ask({**row, key: item})
+            for empty in (None, "", [], [None], "[]"):
+                assert ask({**row, key: empty}) == ask(row)
+    with pytest.raises(BadRow, match=reason):
+        convert_pair({"prompt": "a", "chosen": "b", "rejected": "c", key: ["a.png"]})
+
+
+ANOTHER = {"prompt": "another", "instruction": "another", "question": "another", "input": "more"}
+
+
+@pytest.mark.parametrize("format", ["messages", "sharegpt", "prompt-completion"])
+def test_row_is_asked_the_question_that_it_trains(format: str):
+    row = {**ANOTHER, **ROWS[format]}
+    assert detect(row) == format
+    assert convert_prompt(row) == convert_prompt(ROWS[format])
+
+
+def test_what_stands_behind_the_last_answer_is_asked_unless_it_is_to_be_left_out():
+    turns = [USER, ANSWER, {**USER, "content": "so?"}]
+    for row in ({"messages": turns}, {"conversations": [as_sharegpt(message) for message in turns]}):
+        assert convert_prompt(row) == Example(turns)
+        assert convert_prompt(row, to_last_answer=True) == Example([USER])
+    assert convert_prompt({"messages": [USER]}, to_last_answer=True) == Example([USER])
+    conversational = {"prompt": turns, "completion": [ANSWER]}
+    assert convert_prompt(conversational, to_last_answer=True) == Example(turns)
+
+
+def test_system_message_beside_a_key_of_it_is_refused_in_a_question_too():
+    with pytest.raises(BadRow, match="both a key `system` and a system message"):
+        convert_prompt({"messages": [{"role": "system", "content": "b"}, USER, ANSWER], "system": "a"})
+
+
 DEEP: Any = "x"
 for _ in range(900):
     DEEP = [DEEP]
@@ -224,7 +362,7 @@ for _ in range(900):
         ({"messages": [USER, ANSWER, {**USER, "content": " \n"}]}, r"message 3 \(user\) has no text as content"),
         ({"messages": [{**USER, "content": None}]}, r"message 1 \(user\) has no text"),
         ({"messages": [{**USER, "content": 3}]}, r"message 1 \(user\) has no text"),
-        ({"messages": [USER, {"role": "tool"}, ANSWER]}, r"message 2 \(tool\) has no text"),
+        ({"messages": [USER, {"role": "tool", "content": 3}, ANSWER]}, r"message 2 \(tool\) has no text"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
         ({"messages": [{**USER, "content": ["a"]}]}, "a part without a type"),
         ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "a text part without text"),
@@ -246,6 +384,16 @@ for _ in range(900):
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"arguments": {}}}]}]}, "without a function name"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "{"}}]}, "neither an object nor"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": "[1]"}}]}, "neither an object nor"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "args": {}}}]}, "without `arguments`.* `args`"),
+        (
+            {"messages": [USER, {**ANSWER, "function_call": {"name": "a", "input": {}, "parameters": {}}}]},
+            "both `parameters` and `input`",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "reasoning_content": {"text": "a"}}]},
+            "a key `reasoning_content` that is neither",
+        ),
+        ({"messages": [USER, {**ANSWER, "thinking": [{"type": "image"}]}]}, "in its key `thinking`, contains a part"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a", "arguments": {"a": DEEP}}}]}, "too deeply"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "a"}, "tool_calls": [CALL]}]}, "keep one of them"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "a", "arguments": {"a": b"x"}}]}]}, "type bytes"),
@@ -263,6 +411,8 @@ for _ in range(900):
         ({"instruction": "", "output": "a"}, "`instruction` has no text"),
         ({"instruction": "a", "output": " "}, "`output` has no text"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "not a list of pairs"),
+        ({"instruction": "a", "input": 0, "output": "b"}, "`input` has no text"),
+        ({"instruction": "a", "input": False, "output": "b"}, "`input` has no text"),
         ({"prompt": "a", "completion": ""}, "`completion` has no text"),
         ({"prompt": "", "completion": "a"}, "`prompt` has no text"),
         ({"prompt": [USER], "completion": "a"}, "must both be texts or both be lists"),

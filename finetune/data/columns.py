@@ -1,12 +1,18 @@
-"""Columns of the user's rows under the names that the formats know: ``data.columns``.
+"""The user's rows by their keys: columns under the names that the formats know (``data.columns``), and what they hold.
 
 Example: with {prompt: question, completion: answer} the row {question: a, answer: b, id: 7} is read as {prompt: a,
 completion: b, id: 7}.
 """
 
 import difflib
+import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from finetune.errors import BadRow
 
 Columns = tuple[tuple[str, str], ...]
 """Pairs of a field and the column that holds it."""
@@ -18,7 +24,11 @@ FIELDS = (
 )
 OPTIONAL = ("input", "history", "system", "tools")
 """Fields that a row of its format may lack."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 MOST_SHOWN = 12
+_MARKS = 0xF0000  # from here on code points are private, and taken as marks where contents are found in a rendering
+_REFUSED = re.compile(f"[\0\ud800-\udfff{chr(_MARKS)}-\U0010ffff]")
+_DEEPEST = 64  # levels of an argument or a tool definition
 
 
 def problems(columns: Mapping[str, str]) -> list[str]:
@@ -80,3 +90,112 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1)
     return f"did you mean {lower[close[0]]!r}? Otherwise: " if close else ""
+
+
+def seen(value: dict[str, Any]) -> str:
+    """The keys of a row, in words."""
+    names = [repr(key)[:40] + (" (null)" if item is None else "") for key, item in value.items()]
+    further = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"the keys {', '.join(names[:12])}{further}" if names else "no keys"
+
+
+def require(value: dict[str, Any], format: str, keys: Iterable[str]) -> None:
+    """Refuse a row that lacks one of the keys of its format."""
+    for key in keys:
+        if value.get(key) is None:
+            raise BadRow(f"the key `{key}`, required by the format {format}, is missing; the row has {seen(value)}")
+
+
+def text_of(value: dict[str, Any], key: str) -> str:
+    """A text that must be there."""
+    text = value[key]
+    if not isinstance(text, str) or not text.strip():
+        raise BadRow(f"the key `{key}` has no text")
+    return text
+
+
+def optional_text(value: dict[str, Any], key: str) -> str:
+    """A text that may be absent; a blank one, as in tables, counts as absent."""
+    text = "" if value.get(key) is None else value[key]
+    if not isinstance(text, str):
+        raise BadRow(f"the key `{key}` has no text")
+    return text if text.strip() else ""
+
+
+def is_given(item: Any) -> bool:
+    """Whether a key holds something: not null, false or 0, nor an empty text, list or object, or one as JSON text."""
+    if isinstance(item, str):
+        return item.strip() not in ("", "[]", "{}", "null")
+    return any(map(is_given, item)) if isinstance(item, list) else bool(item)
+
+
+def refuse_media(value: dict[str, Any]) -> None:
+    """Refuse a row with pictures, films or sound."""
+    for key in MEDIA:
+        if is_given(value.get(key)):
+            raise BadRow(
+                f"the row has the key `{key}`, and only texts can be trained on; leave out the row, or remove the key "
+                "if the texts do not need it"
+            )
+
+
+def parsed(text: str) -> Any:
+    """The value of a JSON text; the text itself if it is not JSON, so that it is refused as text.
+
+    Raises:
+        BadRow: if an object in it has a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=with_each_key_once)
+    except BadRow:
+        raise
+    except (ValueError, RecursionError):
+        return text
+
+
+def with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for ``object_pairs_hook``.
+
+    Raises:
+        BadRow: if it has a key twice, of which readers of JSON keep one or the other.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadRow(f"it has the key {twice[:40]!r} twice in one object")
+    return found
+
+
+def check_characters(text: str, where: str) -> None:
+    """Refuse characters that no text should contain: NUL, unpaired surrogates, supplementary private-use characters.
+
+    Raises:
+        BadRow: beginning with ``where``.
+    """
+    if text.isascii() and "\0" not in text:  # the common case, without a search
+        return
+    if found := _REFUSED.search(text):
+        what = "a NUL character" if found[0] == "\0" else "an unpaired surrogate or a private-use character"
+        raise BadRow(f"{where} contains {what}")
+
+
+def check_value(value: Any, where: str) -> None:
+    """Refuse characters as ``check_characters``, what JSON does not know, and what is too deep to be rendered."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                check_characters(item, where)
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, dict):
+                below += [*item.keys(), *item.values()]
+            elif item is not None and not isinstance(item, int | float):
+                raise BadRow(f"{where} contains a value of type {type(item).__name__}, which JSON does not support")
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise BadRow(f"{where} contains the number {item}, which JSON does not support")
+        level = below
+        if not level:
+            return
+    raise BadRow(f"{where} contains a value that is nested too deeply")

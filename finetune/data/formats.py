@@ -4,17 +4,21 @@
 Limits: text only; keys that no chat template renders (scores, row ids, dates) are ignored.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.messages import (
-    canonical_messages,
-    canonical_tools,
+from finetune.data.columns import (
     check_characters,
-    is_empty_instruction,
+    is_given,
+    optional_text,
     parsed,
+    refuse_media,
+    require,
+    seen,
+    text_of,
 )
+from finetune.data.messages import canonical_messages, canonical_tools, is_empty_instruction
 from finetune.errors import BadRow
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt-completion", "text")
@@ -87,6 +91,7 @@ def convert(value: Any, format: str) -> Example:
         raise BadRow("the row is not an object")
     if name is None:
         raise BadRow(_unknown(value))
+    refuse_media(value)
     return _CONVERTERS[name](value)
 
 
@@ -102,15 +107,15 @@ def convert_pair(value: Any) -> tuple[Example, Example]:
     """
     if not isinstance(value, dict):
         raise BadRow("the row is not an object")
-    _require(value, PREFERENCE, ["chosen", "rejected"])
+    require(value, PREFERENCE, ["chosen", "rejected"])
+    refuse_media(value)
     value = value | {key: _read(value[key]) for key in ("prompt", *SIDES) if key in value}
     if value["chosen"] == value["rejected"]:
         raise BadRow("chosen and rejected are the same, so there is nothing to prefer")
     prompt = _prompt_of_pair(value)
     if isinstance(prompt, str) and all(isinstance(value[side], str) for side in SIDES):
-        if _optional_text(value, "system"):
-            raise BadRow("the key `system` stands beside a prompt that is plain text; give the prompt as messages")
-        chosen, rejected = (_plain(_text(value, "prompt"), _text(value, key), ends=True) for key in SIDES)
+        _refuse_beside_text(value)
+        chosen, rejected = (_plain(text_of(value, "prompt"), text_of(value, key), ends=True) for key in SIDES)
         return chosen, rejected
     conversations = [_answered(prompt, value, key) for key in SIDES]
     begin = _alike(*conversations)
@@ -123,38 +128,48 @@ def convert_pair(value: Any) -> tuple[Example, Example]:
         if not any(turn.get("content") or turn.get("tool_calls") for turn in turns[begin:]):
             raise BadRow(f"the key `{key}` has an empty answer")
     chosen, rejected = (
-        _conversation(turns, value, key=key, untrained_until=begin, system=_optional_text(value, "system"))
-        for turns, key in zip(conversations, SIDES)
+        _conversation(turns, value, key=key, untrained_until=begin) for turns, key in zip(conversations, SIDES)
     )
     return chosen, rejected
 
 
-def convert_prompt(value: Any) -> Example:
-    """What a record asks, in any format: what stands before its last answer, or all of it where it has none.
+def convert_prompt(value: Any, *, to_last_answer: bool = False) -> Example:
+    """What a record asks, in any format: a conversation without the answers at its end, or what the others ask.
 
     A ``prompt`` that is a text is what a user says, unless a text follows it in ``completion``: such rows are trained
     without a chat template.
+
+    Args:
+        to_last_answer: leave out what stands behind the last answer of a conversation, too.
 
     Raises:
         BadRow: with the reason, if it asks nothing.
     """
     if not isinstance(value, dict):
         raise BadRow("the row is not an object")
-    prompt = _read(_prompt_of_pair(value))
+    refuse_media(value)
+    format = detect(value)
+    if format in ("messages", "sharegpt"):
+        prompt = _as_messages(_turns(value), "messages")
+    else:
+        prompt = _read(value["prompt"] if format == "prompt-completion" else _prompt_of_pair(value))
     if isinstance(prompt, str) or (prompt is None and value.get("text") is not None):
         key = "text" if prompt is None else "prompt"
-        text = _text(value, key)
+        text = text_of(value, key)
         check_characters(text, f"the key `{key}`")
         if key == "text" or isinstance(value.get("completion"), str):
+            _refuse_beside_text(value if key == "prompt" else {})
             return Example(None, prompt=text)
         prompt = [{"role": "user", "content": text}]
     if prompt is None:
         raise BadRow(
-            f"the row has {_seen(value)}, and asks nothing: give prompt, messages, conversations or instruction"
+            f"the row has {seen(value)}, and asks nothing: give prompt, messages, conversations or instruction"
         )
     messages, _ = canonical_messages(_as_messages(prompt, "messages"))
-    if system := _optional_text(value, "system"):
-        messages = [{"role": "system", "content": system}, *messages]
+    messages = [*_system(messages, value), *messages]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if to_last_answer and answers and format in ("messages", "sharegpt"):
+        messages = messages[: answers[-1] + 1]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if all(message["role"] in ("system", "developer") for message in messages):
@@ -173,24 +188,28 @@ def convert_compared(value: Any) -> tuple[Example | None, Example | None]:
     """
     if not isinstance(value, dict) or value.get("completion") is None or value.get("chosen") is not None:
         return convert_pair(value)
-    _require(value, "judged", ["prompt", "label"])
+    require(value, "judged", ["prompt", "label"])
     if value["label"] not in (True, False):
         raise BadRow(f"the key `label` is {repr(value['label'])[:40]}; give true for good, or false for bad")
-    answer = _from_prompt_completion(value | {key: _read(value[key]) for key in ("prompt", "completion")})
+    refuse_media(value)
+    answer = _from_prompt_completion(value)
     return (answer, None) if value["label"] else (None, answer)
 
 
 def _read(side: Any) -> Any:
-    """Messages that a table stores as JSON text, or the side itself."""
-    if isinstance(side, str) and side.lstrip().startswith(("[{", "{")):
+    """Messages that a table stores as JSON text, as a list; or the side itself."""
+    if isinstance(side, str) and side.lstrip().startswith(("[", "{")) and ('"role"' in side or '"from"' in side):
         found = parsed(side)
-        if isinstance(found, list | dict) and all("role" in turn or "from" in turn for turn in _listed(found)):
-            return found
+        turns = [found] if isinstance(found, dict) else found
+        if turns and isinstance(turns, list) and all(map(_is_turn, turns)):
+            return turns
     return side
 
 
-def _listed(side: Any) -> list[Any]:
-    return [side] if isinstance(side, dict) else list(side)
+def _is_turn(turn: Any) -> bool:
+    keys = turn.keys() if isinstance(turn, dict) else set[str]()
+    said = ("content", "tool_calls", "function_call")
+    return {"from", "value"} <= keys or ("role" in keys and not keys.isdisjoint(said))
 
 
 def _prompt_of_pair(value: dict[str, Any]) -> Any:
@@ -206,7 +225,7 @@ def _answered(prompt: Any, value: dict[str, Any], key: str) -> list[dict[str, An
     if isinstance(side, str):
         if prompt is None:
             raise BadRow(f"the key `{key}` is a text without a prompt; give one in the key `prompt`")
-        answer = [{"role": "assistant", "content": _text(value, key)}]
+        answer = [{"role": "assistant", "content": text_of(value, key)}]
     else:
         answer = _as_messages([side] if isinstance(side, dict) else side, key)
         if not answer:
@@ -237,36 +256,9 @@ def _unknown(value: dict[str, Any]) -> str:
             "with recipes/dpo.py, or convert the chosen answers to conversations first"
         )
     return (
-        f"the row has {_seen(value)}, which match no known format: messages (key messages), "
+        f"the row has {seen(value)}, which match no known format: messages (key messages), "
         "sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text)"
     )
-
-
-def _seen(value: dict[str, Any]) -> str:
-    names = [repr(key)[:40] + (" (null)" if item is None else "") for key, item in value.items()]
-    further = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"the keys {', '.join(names[:12])}{further}" if names else "no keys"
-
-
-def _require(value: dict[str, Any], format: str, keys: Iterable[str]) -> None:
-    for key in keys:
-        if value.get(key) is None:
-            raise BadRow(f"the key `{key}`, required by the format {format}, is missing; the row has {_seen(value)}")
-
-
-def _text(value: dict[str, Any], key: str) -> str:
-    text = value[key]
-    if not isinstance(text, str) or not text.strip():
-        raise BadRow(f"the key `{key}` has no text")
-    return text
-
-
-def _optional_text(value: dict[str, Any], key: str) -> str:
-    """A text that may be absent; a blank one, as in tables, counts as absent."""
-    text = value.get(key) or ""
-    if not isinstance(text, str):
-        raise BadRow(f"the key `{key}` has no text")
-    return text if text.strip() else ""
 
 
 def _turns(value: dict[str, Any]) -> Any:
@@ -277,9 +269,7 @@ def _turns(value: dict[str, Any]) -> Any:
     return parsed(turns) if isinstance(turns, str) else turns
 
 
-def _conversation(
-    turns: Any, value: dict[str, Any], *, key: str = "messages", untrained_until: int = 0, system: str = ""
-) -> Example:
+def _conversation(turns: Any, value: dict[str, Any], *, key: str = "messages", untrained_until: int = 0) -> Example:
     if not isinstance(turns, list) or not turns:
         raise BadRow(f"the key `{key}` is not a list of messages")
     if value.get("chat_template_kwargs"):
@@ -289,12 +279,16 @@ def _conversation(
     untrained_until -= sum(map(is_empty_instruction, turns[:untrained_until]))
     messages, untrained = canonical_messages(turns)
     untrained |= {i for i in range(untrained_until) if messages[i]["role"] == "assistant"}
-    if not system:
-        return _example(messages, value, untrained)
-    if messages and messages[0]["role"] == "system":
+    first = _system(messages, value)
+    return _example([*first, *messages], value, {i + len(first) for i in untrained})
+
+
+def _system(messages: list[dict[str, Any]], value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The message of the key `system`, to stand before the others."""
+    system = optional_text(value, "system")
+    if system and messages and messages[0]["role"] == "system":
         raise BadRow("the row has both a key `system` and a system message; keep one of them")
-    [first], _ = canonical_messages([{"role": "system", "content": system}])
-    return _example([first, *messages], value, {i + 1 for i in untrained})
+    return canonical_messages([{"role": "system", "content": system}])[0]
 
 
 def _example(messages: list[dict[str, Any]], value: dict[str, Any], untrained: set[int]) -> Example:
@@ -311,17 +305,17 @@ def _example(messages: list[dict[str, Any]], value: dict[str, Any], untrained: s
 
 def _from_messages(value: dict[str, Any]) -> Example:
     key = "conversations" if value.get("messages") is None and value.get("conversations") is not None else "messages"
-    _require(value, "messages", [key])
-    return _conversation(_turns(value), value, key=key, system=_optional_text(value, "system"))
+    require(value, "messages", [key])
+    return _conversation(_turns(value), value, key=key)
 
 
 def _from_sharegpt(value: dict[str, Any]) -> Example:
     key = "messages" if value.get("conversations") is None and value.get("messages") is not None else "conversations"
-    _require(value, "sharegpt", [key])
+    require(value, "sharegpt", [key])
     turns = _turns({"messages": value[key]})
     if isinstance(turns, list):
         turns = [_from_sharegpt_turn(turn, number) for number, turn in enumerate(turns, start=1)]
-    return _conversation(turns, value, key=key, system=_optional_text(value, "system"))
+    return _conversation(turns, value, key=key)
 
 
 def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
@@ -344,9 +338,9 @@ def _from_sharegpt_turn(turn: Any, number: int) -> dict[str, Any]:
 
 
 def _from_alpaca(value: dict[str, Any]) -> Example:
-    _require(value, "alpaca", ["instruction", "output"])
-    turns = [*_instructions(value), {"role": "assistant", "content": _text(value, "output")}]
-    return _conversation(turns, value, system=_optional_text(value, "system"))
+    require(value, "alpaca", ["instruction", "output"])
+    turns = [*_instructions(value), {"role": "assistant", "content": text_of(value, "output")}]
+    return _conversation(turns, value)
 
 
 def _instructions(value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -356,24 +350,38 @@ def _instructions(value: dict[str, Any]) -> list[dict[str, Any]]:
         raise BadRow("the key `history` is not a list of pairs [user, assistant]")
     for question, answer in history:
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    input = _optional_text(value, "input")
-    instruction = _text(value, "instruction")
+    input = optional_text(value, "input")
+    instruction = text_of(value, "instruction")
     return [*turns, {"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
 
 
 def _from_prompt_completion(value: dict[str, Any]) -> Example:
-    _require(value, "prompt-completion", ["prompt", "completion"])
-    prompt, completion = value["prompt"], value["completion"]
+    require(value, "prompt-completion", ["prompt", "completion"])
+    prompt, completion = _read(value["prompt"]), value["completion"]
+    is_object = isinstance(completion, str) and completion.lstrip().startswith("{")
+    if isinstance(prompt, list) or not is_object:  # an object after a text is what is to be answered
+        completion = _read(completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation([*prompt, *completion], value, key="prompt", untrained_until=len(prompt))
+        turns = [*_as_messages(prompt, "prompt"), *_as_messages(completion, "completion")]
+        return _conversation(turns, value, key="prompt", untrained_until=len(prompt))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("prompt and completion must both be texts or both be lists of messages")
-    return _plain(_text(value, "prompt"), _text(value, "completion"), ends=True)
+    _refuse_beside_text(value)
+    return _plain(text_of(value, "prompt"), text_of(value, "completion"), ends=True)
+
+
+def _refuse_beside_text(value: dict[str, Any]) -> None:
+    for key in ("system", "tools", "functions", "history"):
+        if is_given(value.get(key)):
+            raise BadRow(
+                f"the key `{key}` stands beside a prompt that is plain text, which has no place for it; give the "
+                "prompt and its answers as lists of messages"
+            )
 
 
 def _from_text(value: dict[str, Any]) -> Example:
-    _require(value, "text", ["text"])
-    return _plain("", _text(value, "text"), ends=value.get("ends") is not False)
+    require(value, "text", ["text"])
+    return _plain("", text_of(value, "text"), ends=value.get("ends") is not False)
 
 
 def _plain(prompt: str, completion: str, *, ends: bool) -> Example:

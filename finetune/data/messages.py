@@ -8,21 +8,17 @@ reasoning take the two apart, and write them with other white space.
 """
 
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from finetune.data.columns import check_characters, check_value, is_given, parsed
 from finetune.errors import BadRow
 
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MARKS = 0xF0000  # from here on code points are private, and taken as marks where contents are found in a rendering
-_REFUSED = re.compile(f"[\0\ud800-\udfff{chr(_MARKS)}-\U0010ffff]")
-_DEEPEST = 64  # levels of an argument or a tool definition
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message under which templates look for what the model thought."""
 _BLOCKS = re.compile(
@@ -39,6 +35,10 @@ _THOUGHT = re.compile(r"(?:<think>|\[THINK\])(.*?)(?:</think>|\[/THINK\])", re.D
 _TRAINED = ("weight", "train", "training", "loss")
 """Keys by which other tools say whether an answer is trained: true or false, 1 or 0."""
 _UNSUPPORTED = ("train_detail", "training_detail")
+_ARGUMENTS = ("arguments", "parameters", "input")
+"""What the arguments of a call are called: by OpenAI, in Llama's answers, and by Anthropic."""
+_OF_A_CALL = ("id", "type", "index", "function", "name")
+"""What a call has beside them."""
 _RESERVED = ("role", "content", "tool_calls", "function_call", *_TRAINED)
 
 
@@ -84,7 +84,7 @@ def canonical_tools(value: dict[str, Any]) -> list[dict[str, Any]] | None:
     Raises:
         BadRow: if they are not a list of objects.
     """
-    key = "tools" if value.get("tools") is not None else "functions"
+    key = "tools" if is_given(value.get("tools")) else "functions"
     tools = value.get(key)
     if isinstance(tools, str):
         tools = parsed(tools) if tools.strip() else None
@@ -92,21 +92,8 @@ def canonical_tools(value: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"the key `{key}` is neither a list of objects nor JSON text of one")
-    _check_value(tools, f"the key `{key}`")
+    check_value(tools, f"the key `{key}`")
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
-
-
-def check_characters(text: str, where: str) -> None:
-    """Refuse characters that no text should contain: NUL, unpaired surrogates, supplementary private-use characters.
-
-    Raises:
-        BadRow: beginning with ``where``.
-    """
-    if text.isascii() and "\0" not in text:  # the common case, without a search
-        return
-    if found := _REFUSED.search(text):
-        what = "a NUL character" if found[0] == "\0" else "an unpaired surrogate or a private-use character"
-        raise BadRow(f"{where} contains {what}")
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
@@ -124,18 +111,36 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     is_plain = len(turn) == 2 and "content" in turn
     if role == "assistant" and not is_plain:
         calls = _tool_calls(turn, where)
-        content = "" if calls and content is None else content
+    if content is None and (calls or role == "tool"):  # Arrow gives no key either
+        content = ""
     if not isinstance(content, str) or not (content.strip() or calls or role == "tool"):
         raise BadRow(f"{where} has no text as content")
     check_characters(content, where)
     message = {"role": role, "content": content}
     if is_plain:
         return message
+    if role == "assistant":
+        turn = turn | _reasoning(turn, where)
     for key, item in turn.items():
         if isinstance(item, str) and key not in _RESERVED:
             check_characters(item, where)
             message[key] = item
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _reasoning(turn: dict[str, Any], where: str) -> dict[str, str]:
+    """What an answer has under the keys of ``REASONING`` in another form than a text, as text."""
+    found = {}
+    for key in REASONING:
+        item = turn.get(key)
+        if isinstance(item, list):
+            found[key] = _joined(item, f"{where}, in its key `{key}`,")
+        elif item is not None and not isinstance(item, str):
+            raise BadRow(
+                f"{where} has a key `{key}` that is neither a text nor a list of text parts; write what it thought as "
+                "text, or remove the key"
+            )
+    return found
 
 
 def _joined(parts: list[Any], where: str) -> str:
@@ -189,15 +194,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRow(f"{where} has a tool call without a function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = parsed(arguments)
-    elif arguments is None:  # how Arrow gives a call without arguments
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise BadRow(f"{where} calls a tool with arguments that are neither an object nor JSON text of one")
+    arguments = _arguments(call | function, where)
     check_characters(function["name"], where)
-    _check_value(arguments, where)
+    check_value(arguments, where)
     canonical = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         check_characters(call["id"], where)
@@ -205,53 +204,25 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return canonical
 
 
-def parsed(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is not JSON, so that it is refused as text.
-
-    Raises:
-        BadRow: if an object in it has a key twice.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=with_each_key_once)
-    except BadRow:
-        raise
-    except (ValueError, RecursionError):
-        return text
-
-
-def with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for ``object_pairs_hook``.
-
-    Raises:
-        BadRow: if it has a key twice, of which readers of JSON keep one or the other.
-    """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise BadRow(f"it has the key {twice[:40]!r} twice in one object")
-    return found
-
-
-def _check_value(value: Any, where: str) -> None:
-    """Refuse characters as ``check_characters``, what JSON does not know, and what is too deep to be rendered."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                check_characters(item, where)
-            elif isinstance(item, list):
-                below += item
-            elif isinstance(item, dict):
-                below += [*item.keys(), *item.values()]
-            elif item is not None and not isinstance(item, int | float):
-                raise BadRow(f"{where} contains a value of type {type(item).__name__}, which JSON does not support")
-            elif isinstance(item, float) and not math.isfinite(item):
-                raise BadRow(f"{where} contains the number {item}, which JSON does not support")
-        level = below
-        if not level:
-            return
-    raise BadRow(f"{where} contains a value that is nested too deeply")
+def _arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of a call, by any of the names that they have in data; a call may have none."""
+    given = {key: item for key, item in call.items() if item is not None and key not in _OF_A_CALL}
+    names = [key for key in _ARGUMENTS if key in given]
+    if names[:1] == ["arguments"]:
+        names = names[:1]
+    if len(names) > 1:
+        raise BadRow(f"{where} calls a tool with both `{names[0]}` and `{names[1]}`; keep the one with its arguments")
+    if given and not names:
+        raise BadRow(
+            f"{where} calls a tool without `arguments`, but with `{next(iter(given))[:40]}`; call it `arguments` if "
+            "it holds them, or remove it"
+        )
+    arguments = given[names[0]] if names else {}  # Arrow gives no key for none
+    if isinstance(arguments, str):
+        arguments = parsed(arguments) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{where} calls a tool with arguments that are neither an object nor JSON text of one")
+    return arguments
 
 
 def pieces(message: Message) -> list[str]:

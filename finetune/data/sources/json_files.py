@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.data.messages import with_each_key_once
+from finetune.data.columns import with_each_key_once
 from finetune.data.sources.byte_stream import BYTE_ORDER_MARK, damaged, escaped, numbered_lines
 from finetune.data.sources.record import Record, Rejected
 from finetune.errors import BadRow
