@@ -322,6 +322,65 @@ def test_folder_and_glob_give_data_files_sorted_and_no_hidden_ones(tmp_path: Pat
     assert [value["name"] for value in values(everything(tmp_path / "*.jsonl"))] == ["b.jsonl"]
 
 
+def test_file_that_a_glob_finds_on_several_ways_is_read_once(tmp_path: Path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "rows.jsonl").write_bytes(JSONL)
+    assert values(everything(tmp_path / "**" / "**" / "*.jsonl")) == ROWS
+
+
+@pytest.mark.parametrize(
+    "name", ["b.jsonl.bz2", "c.parquet.gz", "D.JSONL.XZ", "e.arrow", "f.csv.zip", "a/g.arrow.gz", "h.jsonl.zstd"]
+)
+@pytest.mark.parametrize("pattern", ["", "**"])
+def test_data_that_cannot_be_read_beside_data_that_can_is_refused_by_name(tmp_path: Path, name: str, pattern: str):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "rows.jsonl").write_bytes(JSONL)
+    (tmp_path / name).write_bytes(b"x")
+    source = tmp_path / pattern
+    with pytest.raises(InputError, match=f"cannot be read: {re.escape(str(tmp_path / name))}; unpack or convert them"):
+        everything(source)
+    [problem] = problems([Source(str(source))])
+    assert problem.startswith(f"{source}: ")
+    assert values(everything(tmp_path / "*.jsonl")) == ROWS
+
+
+def test_of_much_data_that_cannot_be_read_three_files_are_named_and_the_others_counted(tmp_path: Path):
+    for number in range(1005):
+        (tmp_path / f"{number:04}.arrow").write_bytes(b"x")
+    with pytest.raises(InputError, match=r"/0000\.arrow, \S*/0001\.arrow, \S*/0002\.arrow and 1,002 more; unpack"):
+        everything(tmp_path)
+
+
+def test_files_that_hold_no_data_are_ignored_in_a_folder(tmp_path: Path):
+    for name in ("README.md", "LICENSE", ".cache.arrow", "code.tar.gz", "all.zip", "rows.jsonl.lock", "rows.jsonl"):
+        (tmp_path / name).write_bytes(JSONL)
+    (tmp_path / "rows.arrow").mkdir()
+    assert values(everything(tmp_path)) == ROWS
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "\udcff.jsonl"])
+def test_name_of_a_file_that_is_not_utf8_is_an_input_error_that_can_be_printed(tmp_path: Path, pattern: str):
+    (tmp_path / "\udcff.jsonl").write_bytes(JSONL)
+    with pytest.raises(InputError, match=r"\\xff\.jsonl: the name of this file is not UTF-8; rename it") as error:
+        everything(tmp_path / pattern)
+    str(error.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("place", "what"), [("data", "a folder"), ("data/rows.jsonl", "a file"), ("data/*", "several")]
+)
+def test_subset_or_split_of_files_is_refused_saying_what_is_there_and_how_to_name_a_split(
+    tmp_path: Path, place: str, what: str
+):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_bytes(JSONL)
+    path = str(tmp_path / place)
+    for source in (Source(path, split="test"), Source(path, subset="main")):
+        [problem] = problems([source])
+        assert f"for hub datasets, but this is {what}" in problem
+        assert f"{tmp_path / 'data'}/data/train-*.parquet" in problem
+
+
 def test_missing_and_unknown_sources_are_told_before_anything_is_read(tmp_path: Path):
     (tmp_path / "rows.xlsx").write_bytes(b"")
     (tmp_path / "rows.parquet.gz").write_bytes(b"")
@@ -345,8 +404,6 @@ def test_missing_and_unknown_sources_are_told_before_anything_is_read(tmp_path: 
         assert reason in problem
         with pytest.raises(InputError, match="data"):
             list(read(Source(path)))
-    [problem] = problems([Source(str(good), split="test")])
-    assert "subset and split" in problem
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to the superuser")

@@ -21,6 +21,11 @@ KINDS = {
     ".txt": "txt",
 }
 """Kind of file by suffix."""
+_FOREIGN = (*COMPRESSIONS, ".gzip", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".br", ".snappy")
+"""Suffixes behind which another may say that a file holds data."""
+_UNREADABLE = (".arrow", ".feather", ".orc", ".avro", ".tfrecord")
+"""Suffixes of data in forms that are not read."""
+_MOST_SHOWN = 3
 _KNOWN = f"{', '.join(KINDS)}, all but Parquet also compressed ({', '.join(COMPRESSIONS)})"
 
 
@@ -61,24 +66,62 @@ def is_hub_dataset(path: str) -> bool:
     return is_hub_id(path) and kind_of(path) is None
 
 
-def data_files(path: str) -> list[str]:
-    """The data files of a name, sorted; hidden files and unknown kinds are ignored.
+def _is_unreadable(path: str) -> bool:
+    """Whether a file's name says that it holds data, in a form that is not read."""
+    if kind_of(path) is not None:
+        return False
+    stem, suffix = os.path.splitext(path.lower())
+    inner = os.path.splitext(stem)[1] if suffix in _FOREIGN else suffix
+    return inner in _UNREADABLE or inner in KINDS
+
+
+def _readable(path: str, found: Iterable[str]) -> list[str]:
+    """Those that are data files, each once and sorted.
 
     Raises:
-        InputError: if there is none, saying what was looked for.
+        InputError: if one of them holds data that cannot be read, or has a name that is not UTF-8.
     """
+    names = sorted(set(found))
+    files = [name for name in names if (kind_of(name) or _is_unreadable(name)) and os.path.isfile(name)]
+    for name in files:
+        _refuse_bad_name(name)
+    if unreadable := [name for name in files if kind_of(name) is None]:
+        more = len(unreadable) - _MOST_SHOWN
+        shown = ", ".join(unreadable[:_MOST_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+        raise InputError(
+            f"{path}: it holds data that cannot be read: {shown}; unpack or convert them, move them elsewhere, or name "
+            f"the other files by a glob. Known suffixes are {_KNOWN}."
+        )
+    return files
+
+
+def _refuse_bad_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise InputError(f"{shown}: the name of this file is not UTF-8; rename it.") from None
+
+
+def data_files(path: str) -> list[str]:
+    """The data files of a name, sorted, each once; hidden files and those that hold no data are ignored.
+
+    Raises:
+        InputError: if there is none, saying what was looked for, or if one holds data that cannot be read.
+    """
+    _refuse_bad_name(path)
     if os.path.isfile(path):
         if kind_of(path) is None:
             raise InputError(f"{path}: unknown kind of data file; known suffixes are {_KNOWN}.")
         return [path]
     if os.path.isdir(path):
         found = [p for p in Path(path).rglob("*") if not any(s.startswith(".") for s in p.relative_to(path).parts)]
-        files = sorted(str(p) for p in found if kind_of(p.name) and p.is_file())
+        files = _readable(path, map(str, found))
         if not files:
             raise InputError(f"{path}: the folder contains no data file; known suffixes are {_KNOWN}.")
         return files
     if glob.has_magic(path):
-        files = sorted(p for p in glob.glob(path, recursive=True) if kind_of(p) and os.path.isfile(p))
+        files = _readable(path, glob.glob(path, recursive=True))
         if not files:
             raise InputError(f"{path}: no data file matches; check the folder and the suffix ({_KNOWN}).")
         return files
@@ -101,8 +144,17 @@ def problems(sources: Sequence[Source]) -> list[str]:
             found += error.problems
             continue
         if source.subset is not None or source.split != "train":
-            found.append(f"{source.path}: subset and split are for hub datasets, but this is a file; remove them.")
+            found.append(_not_of_the_hub(source.path))
     return found
+
+
+def _not_of_the_hub(path: str) -> str:
+    what = "a folder" if os.path.isdir(path) else "several files" if glob.has_magic(path) else "a file"
+    folder = path.rstrip(os.sep) if os.path.isdir(path) else os.path.dirname(path) or "."
+    return (
+        f"{path}: subset and split are for hub datasets, but this is {what}; remove them, and name the files of a "
+        f"split by a glob, such as {folder}/data/train-*.parquet."
+    )
 
 
 def extent(source: Source) -> Any:
