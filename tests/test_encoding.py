@@ -27,7 +27,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.encoding import Encoder, Row, Settings, TooLong
-from finetune.data.formats import convert
+from finetune.data.encoding_workers import encoded, records_of
+from finetune.data.formats import Example, convert
+from finetune.data.sources import Source
+from finetune.data.sources.text_files import TEXT_BLOCK
 from finetune.errors import BadRow
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -260,13 +263,38 @@ def test_completion_is_trained_with_eos_after_one_bos(prompt: str, completion: s
 @settings(max_examples=100, deadline=None)
 def test_rows_of_a_long_text_train_each_token_once(words: str, begins: bool, ends: bool, length: int, train_on: str):
     tokenizer = beginning() if begins else TOKENIZERS["zephyr"]
-    rows = encode_value(tokenizer, {"text": words, "ends": ends}, max_length=length, train_on=train_on)
+    encoder = Encoder(tokenizer, Settings(max_length=length, train_on=train_on))
+    (rows,) = encoder.encode([("test:1", Example(None, completion=words, ends=ends))])
+    assert not isinstance(rows, BadRow)
     whole = tokenizer(words)["input_ids"] + [tokenizer.eos_token_id] * ends
     assert [t for row in rows for f, e in row.spans for t in row.tokens[f:e].tolist()] == whole[1:]
     assert rows[0].tokens[0] == whole[0]
     assert all(before.tokens[-1] == after.tokens[0] for before, after in pairwise(rows))
     assert all(len(row.tokens) == length for row in rows[:-1])
     assert len(rows[-1].tokens) <= length
+
+
+def rows_of(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[Row]:
+    settings = Settings(max_length=10**6)
+    (batch,) = encoded(records_of([Source(str(file))]), Encoder(tokenizer, settings), settings)
+    assert not batch.refused
+    return batch.rows
+
+
+def test_only_the_first_block_of_a_long_file_begins_with_the_token_of_a_text(tmp_path: Path):
+    words = "the tree walks\n" * (2 * TEXT_BLOCK // 15)
+    (tmp_path / "long.txt").write_text(words)
+    tokenizer = beginning()
+    rows = rows_of(tmp_path / "long.txt", tokenizer)
+    assert len(rows) == 2
+    tokens = [token for row in rows for token in row.tokens.tolist()]
+    assert tokenizer.decode(tokens) == f"<s>{words}<|im_end|>"
+
+
+def test_row_of_a_file_of_rows_ends_whatever_its_keys_are(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "ends": false}')
+    tokenizer = beginning()
+    assert [tokenizer.decode(row.tokens) for row in rows_of(tmp_path / "rows.jsonl", tokenizer)] == ["<s>a<|im_end|>"]
 
 
 def test_special_token_strings_in_plain_text_stay_text():

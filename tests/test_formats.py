@@ -70,7 +70,11 @@ def test_conversation_formats_give_the_same_example(format: str):
 def test_plain_texts_keep_every_character():
     assert convert(ROWS["prompt-completion"], "auto") == Example(None, prompt="the tree", completion=" walks")
     assert convert({"text": " a\n"}, "auto") == Example(None, completion=" a\n")
-    assert convert({"text": " a\n", "ends": False}, "auto") == Example(None, completion=" a\n", ends=False)
+
+
+def test_keys_of_a_row_do_not_say_where_a_text_begins_or_ends():
+    row = {"text": "a", "begins": False, "ends": False}
+    assert convert(row, "auto") == Example(None, completion="a")
 
 
 def test_alpaca_has_input_system_and_history():

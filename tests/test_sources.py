@@ -247,14 +247,17 @@ def test_blank_row_of_one_column_is_counted_and_a_blank_line_is_not(tmp_path: Pa
     last_end=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_blocks_of_a_text_are_the_text_and_only_the_last_ends(
+def test_blocks_of_a_text_are_the_text_and_only_the_first_begins_and_only_the_last_ends(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], factor: int, last_end: bool
 ):
     text = "\n".join(line * factor for line in lines) + "\n" * last_end
     path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    blocks = values(everything(path, text.encode()))
+    found = everything(path, text.encode())
+    blocks = values(found)
     assert "".join(block["text"] for block in blocks) == (text.replace("\r\n", "\n") if text.strip() else "")
-    assert [block["ends"] for block in blocks] == [False] * (len(blocks) - 1) + [True] * bool(blocks)
+    records = [item for item in found if isinstance(item, Record)]
+    assert [record.ends for record in records] == [False] * (len(blocks) - 1) + [True] * bool(blocks)
+    assert [record.begins for record in records] == [True] * bool(blocks) + [False] * (len(blocks) - 1)
     assert all(block["text"].strip() for block in blocks)
     assert all(len(block["text"]) >= TEXT_BLOCK // 2 for block in blocks[:-1])
 
@@ -262,7 +265,7 @@ def test_blocks_of_a_text_are_the_text_and_only_the_last_ends(
 def test_text_that_is_not_utf8_loses_only_the_bad_line(tmp_path: Path):
     found = everything(tmp_path / "corpus.txt", b"one\n\xfftwo\nthree")
     assert places(found) == ["!2", "1"]
-    assert found[1] == Record(f"{tmp_path / 'corpus.txt'}:1", {"text": "one\nthree", "ends": True})
+    assert found[1] == Record(f"{tmp_path / 'corpus.txt'}:1", {"text": "one\nthree"})
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -281,7 +284,7 @@ def test_packed_file_cut_short_is_rejected_where_it_ends(tmp_path: Path, name: s
     if name != "rows.json":
         assert len(found) > 3 if name == "rows.txt" else len(found) > 1000
         assert item.source.endswith(f":{len(found) + (name == 'rows.csv')}") or name == "rows.txt"
-    assert not any(isinstance(item, Record) and item.value.get("ends") for item in found)
+    assert name != "rows.txt" or not any(isinstance(item, Record) and item.ends for item in found)
 
 
 def test_bytes_behind_gz_that_are_not_gz_are_rejected(tmp_path: Path):

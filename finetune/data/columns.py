@@ -129,8 +129,10 @@ def is_given(item: Any) -> bool:
     return any(map(is_given, item)) if isinstance(item, list) else bool(item)
 
 
-def refuse_media(value: dict[str, Any]) -> None:
-    """Refuse a row with pictures, films or sound."""
+def check_row(value: Any) -> None:
+    """Refuse what is not an object, and a row with pictures, films or sound."""
+    if not isinstance(value, dict):
+        raise BadRow("the row is not an object")
     for key in MEDIA:
         if is_given(value.get(key)):
             raise BadRow(

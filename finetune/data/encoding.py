@@ -311,8 +311,8 @@ class Encoder:
                 prompt, completion = (self.literal.encode(part, add_special_tokens=False).ids for part in parts)
                 if self.tokenizer.decode(prompt + completion) == self.tokenizer.decode(ids):  # and no space was added
                     first, ids = len(prompt), prompt + completion
-        first += len(self.begin)
-        tokens = self.begin + ids
+        begin = self.begin if example.begins else []
+        first, tokens = first + len(begin), begin + ids
         if example.ends and tokens[-1:] != [self.eos]:
             tokens = [*tokens, self.eos]
         if example.prompt:

@@ -127,7 +127,7 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
                 kept.append((position, origin, record, formats.PREFERENCE, formats.convert_compared(value)))
             else:
                 name = formats.detect(value) if settings.format == "auto" else settings.format
-                example = formats.convert(value, settings.format)
+                example = replace(formats.convert(value, settings.format), begins=record.begins, ends=record.ends)
                 if example.untrained and settings.train_on == "all":
                     raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
                 kept.append((position, origin, record, name, (example,)))

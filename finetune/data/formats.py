@@ -8,16 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.columns import (
-    check_characters,
-    is_given,
-    optional_text,
-    parsed,
-    refuse_media,
-    require,
-    seen,
-    text_of,
-)
+from finetune.data.columns import check_characters, check_row, is_given, optional_text, parsed, require, seen, text_of
 from finetune.data.messages import canonical_messages, canonical_tools, is_empty_instruction
 from finetune.errors import BadRow
 
@@ -57,8 +48,10 @@ class Example:
     """Plain text that is not trained."""
     completion: str = ""
     """Plain text that is trained."""
+    begins: bool = True
+    """Whether the text begins here, with the token that the tokenizer begins texts with."""
     ends: bool = True
-    """Whether the text ends here, so that an end-of-sequence token follows."""
+    """Whether it ends here, so that an end-of-sequence token follows."""
 
 
 def detect(value: Any) -> str | None:
@@ -86,12 +79,10 @@ def convert(value: Any, format: str) -> Example:
     Raises:
         BadRow: with the reason, if the record does not have the format or contains nothing to train on.
     """
+    check_row(value)
     name = detect(value) if format == "auto" else format
-    if not isinstance(value, dict):
-        raise BadRow("the row is not an object")
     if name is None:
         raise BadRow(_unknown(value))
-    refuse_media(value)
     return _CONVERTERS[name](value)
 
 
@@ -105,17 +96,15 @@ def convert_pair(value: Any) -> tuple[Example, Example]:
     Raises:
         BadRow: with the reason, if the record is no such pair, or its sides are the same.
     """
-    if not isinstance(value, dict):
-        raise BadRow("the row is not an object")
+    check_row(value)
     require(value, PREFERENCE, ["chosen", "rejected"])
-    refuse_media(value)
     value = value | {key: _read(value[key]) for key in ("prompt", *SIDES) if key in value}
     if value["chosen"] == value["rejected"]:
         raise BadRow("chosen and rejected are the same, so there is nothing to prefer")
     prompt = _prompt_of_pair(value)
     if isinstance(prompt, str) and all(isinstance(value[side], str) for side in SIDES):
         _refuse_beside_text(value)
-        chosen, rejected = (_plain(text_of(value, "prompt"), text_of(value, key), ends=True) for key in SIDES)
+        chosen, rejected = (_plain(text_of(value, "prompt"), text_of(value, key)) for key in SIDES)
         return chosen, rejected
     conversations = [_answered(prompt, value, key) for key in SIDES]
     begin = _alike(*conversations)
@@ -145,9 +134,7 @@ def convert_prompt(value: Any, *, to_last_answer: bool = False) -> Example:
     Raises:
         BadRow: with the reason, if it asks nothing.
     """
-    if not isinstance(value, dict):
-        raise BadRow("the row is not an object")
-    refuse_media(value)
+    check_row(value)
     format = detect(value)
     if format in ("messages", "sharegpt"):
         prompt = _as_messages(_turns(value), "messages")
@@ -191,7 +178,7 @@ def convert_compared(value: Any) -> tuple[Example | None, Example | None]:
     require(value, "judged", ["prompt", "label"])
     if value["label"] not in (True, False):
         raise BadRow(f"the key `label` is {repr(value['label'])[:40]}; give true for good, or false for bad")
-    refuse_media(value)
+    check_row(value)
     answer = _from_prompt_completion(value)
     return (answer, None) if value["label"] else (None, answer)
 
@@ -367,7 +354,7 @@ def _from_prompt_completion(value: dict[str, Any]) -> Example:
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("prompt and completion must both be texts or both be lists of messages")
     _refuse_beside_text(value)
-    return _plain(text_of(value, "prompt"), text_of(value, "completion"), ends=True)
+    return _plain(text_of(value, "prompt"), text_of(value, "completion"))
 
 
 def _refuse_beside_text(value: dict[str, Any]) -> None:
@@ -381,13 +368,13 @@ def _refuse_beside_text(value: dict[str, Any]) -> None:
 
 def _from_text(value: dict[str, Any]) -> Example:
     require(value, "text", ["text"])
-    return _plain("", text_of(value, "text"), ends=value.get("ends") is not False)
+    return _plain("", text_of(value, "text"))
 
 
-def _plain(prompt: str, completion: str, *, ends: bool) -> Example:
+def _plain(prompt: str, completion: str) -> Example:
     for text, key in ((prompt, "prompt"), (completion, "completion" if prompt else "text")):
         check_characters(text, f"the key `{key}`")
-    return Example(None, prompt=prompt, completion=completion, ends=ends)
+    return Example(None, prompt=prompt, completion=completion)
 
 
 _CONVERTERS: dict[str, Callable[[dict[str, Any]], Example]] = {

@@ -12,6 +12,10 @@ class Record:
     """``path:line``, ``path:row N`` (Parquet) or ``owner/name[split]:row N`` (hub); lines and rows count from 1."""
     value: Any
     """A JSON object; from Parquet and the hub it may hold dates, bytes and decimals, and ``None`` stands for no key."""
+    begins: bool = True
+    """Whether a text begins here; a long .txt file is several records."""
+    ends: bool = True
+    """Whether it ends here."""
 
 
 @dataclass(frozen=True)

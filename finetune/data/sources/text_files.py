@@ -97,7 +97,7 @@ def _header_problem(header: list[str], delimiter: str) -> str:
 
 
 def text_blocks(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
-    """A text as ``{"text": block, "ends": whether the document ends with it}``, line ends as ``\\n``.
+    """A text in blocks, each ``{"text": block}``, line ends as ``\\n``; the first begins it, and the last ends it.
 
     The blocks together are the text, but for what is rejected; a blank file gives none.
     """
@@ -126,7 +126,7 @@ def text_blocks(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
             if joined.strip():
                 if held:
                     yield held
-                held, block = _block(path, first, joined, ends=False), []
+                held, block = _block(path, first, joined, begins=held is None, ends=False), []
     try:
         block.append(decoder.decode(b"", final=True))
     except UnicodeDecodeError as error:
@@ -135,10 +135,11 @@ def text_blocks(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
     if joined.strip():
         if held:
             yield held
-        yield _block(path, first, joined, ends=whole)
+        yield _block(path, first, joined, begins=held is None, ends=whole)
     elif held:
-        yield Record(held.source, {"text": held.value["text"] + joined.replace("\r\n", "\n"), "ends": whole})
+        text = held.value["text"] + joined.replace("\r\n", "\n")
+        yield Record(held.source, {"text": text}, begins=held.begins, ends=whole)
 
 
-def _block(path: str, line: int, text: str, *, ends: bool) -> Record:
-    return Record(f"{path}:{line}", {"text": text.replace("\r\n", "\n"), "ends": ends})
+def _block(path: str, line: int, text: str, *, begins: bool, ends: bool) -> Record:
+    return Record(f"{path}:{line}", {"text": text.replace("\r\n", "\n")}, begins, ends)
