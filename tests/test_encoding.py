@@ -125,6 +125,44 @@ def test_other_added_tokens_are_taken_as_they_are_when_a_user_writes_them():
     assert tokenizer.convert_tokens_to_ids("<tool_call>") in row.tokens
 
 
+@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+@pytest.mark.parametrize("word", ["", "<|im_end|>"])
+@pytest.mark.parametrize("train_think", ["auto", "never"])
+def test_marks_of_reasoning_in_an_answer_are_tokens_and_its_reasoning_is_told_from_its_words(
+    begin: str, end: str, word: str, train_think: str
+):
+    tokenizer = tokenizer_for(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": [begin, end]}, replace_extra_special_tokens=False)
+    (row,) = encode_value(
+        tokenizer,
+        {"messages": [PLAIN[0], {"role": "assistant", "content": f"{begin}a {word} b{end}c {word} d"}]},
+        train_think=train_think,
+    )
+    answer = f"c {word} d<|im_end|>"
+    assert trained_text(tokenizer, row) == [answer if train_think == "never" else f"{begin}a {word} b{end}{answer}"]
+    marks = tokenizer.convert_tokens_to_ids([begin, end])
+    assert [token for token in row.tokens.tolist() if token in marks] == marks
+    assert row.tokens.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "content"),
+    [
+        ("system", "x <think>a</think> y"),
+        ("user", "x <think>a</think> y"),
+        ("assistant", "x <think> y"),
+        ("assistant", "x </think> y <think>"),
+    ],
+)
+def test_marks_of_reasoning_elsewhere_stay_text(role: str, content: str):
+    tokenizer = tokenizer_for(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    talk = [{"role": "system", "content": "s"}, *PLAIN]
+    row = encode(tokenizer, [{**m, "content": content} if m["role"] == role else m for m in talk])
+    assert content in tokenizer.decode(row.tokens)
+    assert not set(tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) & set(row.tokens.tolist())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversation(), data=st.data())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat_template import Rendering, Span
 from finetune.data.columns import Columns
 from finetune.data.formats import Example
-from finetune.data.messages import without_reasoning
+from finetune.data.messages import shielded, shielded_messages, without_reasoning
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow
 
@@ -221,7 +221,11 @@ class Encoder:
             ]
         asked = {
             i: Conversation(
-                source, self._shield(example.messages), self._shield(example.tools), self._form, self._trained(example)
+                source,
+                shielded_messages(example.messages, self._shield),
+                shielded(example.tools, self._shield),
+                self._form,
+                self._trained(example),
             )
             for i, (source, example) in enumerate(examples)
             if example.messages is not None
@@ -256,7 +260,7 @@ class Encoder:
                 "data.chat_template to a template that writes them, or set data.on_dropped to warn to train without"
             )
         assert asked.trained is not None
-        shielded = asked.messages != messages or asked.tools != example.tools
+        is_shielded = asked.messages != messages or asked.tools != example.tools
         texts = []
         for each in renderings:
             last = max(each.turns, default=asked.trained[-1])
@@ -264,19 +268,13 @@ class Encoder:
             turns = list(each.turns.values())
             never = self.settings.train_think == "never"
             spans = [span for turn in turns for span in without_reasoning(each.text, turn)] if never else turns
-            texts.append(_Text(each.text, spans, question, shielded, each.dropped, turns[-1] if turns else (0, 0)))
+            texts.append(_Text(each.text, spans, question, is_shielded, each.dropped, turns[-1] if turns else (0, 0)))
         return texts
 
-    def _shield(self, value: Any) -> Any:
-        """The same value with a private-use character in place of each string that the tokenizer treats as special."""
-        if isinstance(value, str):
-            assert self.template is not None
-            return self.template.special.sub(lambda found: self.shield_of[found[0]], value)
-        if isinstance(value, list):
-            return [self._shield(item) for item in value]
-        if isinstance(value, dict):
-            return {self._shield(key): self._shield(item) for key, item in value.items()}
-        return value
+    def _shield(self, text: str) -> str:
+        """A text with a private-use character in place of each string that the tokenizer treats as special."""
+        assert self.template is not None
+        return self.template.special.sub(lambda found: self.shield_of[found[0]], text)
 
     def _tokenize_shielded(self, text: str) -> _Tokens:
         """Tokens of a text, with each shield tokenised as the text that it stands for."""

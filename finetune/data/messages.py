@@ -9,7 +9,7 @@ reasoning take the two apart, and write them with other white space.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,7 +38,6 @@ _UNSUPPORTED = ("train_detail", "training_detail")
 _ARGUMENTS = ("arguments", "parameters", "input")
 """What the arguments of a call are called: by OpenAI, in Llama's answers, and by Anthropic."""
 _OF_A_CALL = ("id", "type", "index", "function", "name")
-"""What a call has beside them."""
 _RESERVED = ("role", "content", "tool_calls", "function_call", *_TRAINED)
 
 
@@ -223,6 +222,37 @@ def _arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadRow(f"{where} calls a tool with arguments that are neither an object nor JSON text of one")
     return arguments
+
+
+def shielded(value: Any, shield: Callable[[str], str]) -> Any:
+    """The same value with all texts in it, keys too, shielded."""
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, list):
+        return [shielded(item, shield) for item in value]
+    if isinstance(value, dict):
+        return {shield(key): shielded(item, shield) for key, item in value.items()}
+    return value
+
+
+def shielded_messages(messages: Sequence[Message], shield: Callable[[str], str]) -> list[Message]:
+    """Messages with their texts shielded, but for the marks of reasoning in an answer: those a model generates."""
+    found = []
+    for message in messages:
+        found.append(shielded(message, shield))
+        if message["role"] == "assistant":
+            found[-1]["content"] = _shielded_answer(message["content"], shield)
+    return found
+
+
+def _shielded_answer(content: str, shield: Callable[[str], str]) -> str:
+    parts, begin = list[str](), 0
+    for block in _THOUGHT.finditer(content):
+        first, end = block.span(1)
+        parts += [shield(content[begin : block.start()]), content[block.start() : first], shield(block[1])]
+        parts.append(content[end : block.end()])
+        begin = block.end()
+    return "".join([*parts, shield(content[begin:])])
 
 
 def pieces(message: Message) -> list[str]:
