@@ -213,6 +213,25 @@ def test_a_row_of_any_format_says_what_is_expected(row: dict[str, Any], expected
     assert found.expected == expected
 
 
+SYSTEM, ANSWER = {"role": "system", "content": "s"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"prompt": "first", "messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER]),
+        ({"question": "raw", "messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER]),
+        ({"question": "a", "text": "around it", "answer": "b"}, [USER]),
+        ({"messages": [SYSTEM, USER, ANSWER, {"role": "user", "content": "thanks"}]}, [SYSTEM, USER]),
+    ],
+    ids=str,
+)
+def test_a_row_is_asked_the_question_that_it_trains(row: dict[str, Any], asked: list[Any], tmp_path: Path):
+    (found,) = read(tmp_path, row)
+    assert found.prompt.asked.messages == asked
+    assert found.expected == "b"
+
+
 def read(folder: Path, *rows: Any, **settings: Any) -> list[TaskRow]:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

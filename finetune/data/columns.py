@@ -129,11 +129,11 @@ def is_given(item: Any) -> bool:
     return any(map(is_given, item)) if isinstance(item, list) else bool(item)
 
 
-def check_row(value: Any) -> None:
-    """Refuse what is not an object, and a row with pictures, films or sound."""
+def check_row(value: Any, *, is_text: bool = False) -> None:
+    """Refuse what is not an object, and a row with pictures, films or sound; a text may have some beside it."""
     if not isinstance(value, dict):
         raise BadRow("the row is not an object")
-    for key in MEDIA:
+    for key in () if is_text else MEDIA:
         if is_given(value.get(key)):
             raise BadRow(
                 f"the row has the key `{key}`, and only texts can be trained on; leave out the row, or remove the key "

@@ -79,8 +79,8 @@ def convert(value: Any, format: str) -> Example:
     Raises:
         BadRow: with the reason, if the record does not have the format or contains nothing to train on.
     """
-    check_row(value)
     name = detect(value) if format == "auto" else format
+    check_row(value, is_text=name == "text")
     if name is None:
         raise BadRow(_unknown(value))
     return _CONVERTERS[name](value)
@@ -134,8 +134,8 @@ def convert_prompt(value: Any, *, to_last_answer: bool = False) -> Example:
     Raises:
         BadRow: with the reason, if it asks nothing.
     """
-    check_row(value)
     format = detect(value)
+    check_row(value, is_text=format == "text")
     if format in ("messages", "sharegpt"):
         prompt = _as_messages(_turns(value), "messages")
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data import sources
 from finetune.data.columns import Columns, renamed
-from finetune.data.formats import convert, convert_prompt
+from finetune.data.formats import convert, convert_prompt, detect
 from finetune.data.prompt_texts import Prompt
 from finetune.data.sources import Record, Source
 from finetune.errors import BadRow, InputError, refuse_if_any
@@ -87,10 +87,11 @@ def task_row(record: Record, columns: Columns = ()) -> TaskRow:
     if not isinstance(record.value, dict):
         raise BadRow("the row is not an object")
     value = renamed(record.value, columns)
-    if value.get("prompt") is None and isinstance(value.get("question"), str):
+    if detect(value) in (None, "text") and value.get("prompt") is None and isinstance(value.get("question"), str):
         value = value | {"prompt": value["question"]}
-    prompt = Prompt(record.source, convert_prompt(value), record.value)
     answer = value.get("answer")
+    has_own = answer is not None or value.get("choices") is not None
+    prompt = Prompt(record.source, convert_prompt(value, to_last_answer=not has_own), record.value)
     if value.get("choices") is not None:
         choices = _choices(value["choices"])
         return TaskRow(prompt, _right_choice(choices, answer), choices)
@@ -114,8 +115,7 @@ def _last_answer(value: dict[str, Any]) -> str | None:
         return None
     if example.messages is None:
         return example.completion if example.prompt else None
-    last = example.messages[-1]
-    return last["content"] if last["role"] == "assistant" else None
+    return next((each["content"] for each in reversed(example.messages) if each["role"] == "assistant"), None)
 
 
 def _choices(given: Any) -> tuple[str, ...]:
