@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import tiny
-from chat_templates import TOKENIZERS, tokenizer_for
+from chat_templates import FAMILIES, TOKENIZERS, encode, tokenizer_for
 
 from finetune.data import template_process
 from finetune.data.encoding import Encoder, Settings
@@ -175,3 +175,24 @@ def test_child_that_fails_by_itself_is_not_taken_for_a_fault_of_the_template(mon
     monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
     with pytest.raises(RunStopped, match="failed with exit code 3"):
         template_process._Child().answers(b"", [(ROW, 1.0)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("eos", [None, "[INST]"])
+def test_token_that_ends_a_turn_is_the_last_that_an_answer_trains_whatever_the_tokenizers_own_is(
+    family: str, eos: str | None
+):
+    tokenizer = tokenizer_for(FAMILIES[family].template)
+    tokenizer.eos_token = eos or tokenizer.eos_token
+    row = encode(tokenizer, PLAIN)
+    last = row.tokens[row.spans[-1][1] - 1]
+    found = template_process.end_of_turn(tokenizer)
+    assert found == last
+    assert tokenizer.convert_ids_to_tokens(found) in (FAMILIES[family].end, eos)  # some write the tokenizer's own
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('never') }}", "{{ messages[1].content }}"])
+def test_no_token_ends_the_turns_of_a_template_that_writes_none(template: str | None):
+    tokenizer = tokenizer_for(template or tiny.CHATML)
+    tokenizer.chat_template = template
+    assert template_process.end_of_turn(tokenizer) is None

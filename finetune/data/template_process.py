@@ -12,6 +12,7 @@ it has one: see ``serve``.
 
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -106,6 +107,25 @@ class TemplateProcess:
                 why = f"{conversations[len(rendered)].source}: the chat template {answers[-1]}"
                 self._refusal = f"{why}; set data.chat_template to a different template file, or fix this one."
         raise InputError(self._refusal)
+
+
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The special token with which a tokenizer's chat template ends an answer, whatever the model's files say of it:
+    it is trained like the answer. None where there is no such one.
+
+    Raises:
+        InputError: if the template exceeds its limits.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template = TemplateProcess(tokenizer)
+    (found,) = template.render([Conversation("a question of one letter", messages, None, "turns")])
+    if isinstance(found, BadRow):
+        return None
+    first, end = found[-1].turns[1]
+    last = re.search(rf"(?:{template.special.pattern})\Z", found[-1].text[first:end])
+    return tokenizer.convert_tokens_to_ids(last[0]) if last else None
 
 
 class _Child:
