@@ -183,7 +183,7 @@ def test_what_is_no_file_of_links_is_refused(
     ("words", "said"),
     [
         (["--processes", "1"], "--processes 1: a link needs two processes"),
-        (["--gpus", "2"], "--gpus 2: this machine has no GPU"),
+        (["--gpus", "2"], "--gpus 2: this machine has no GPU; use --processes 2 to rehearse on the CPU."),
         ([], "This machine has no GPU: a link needs two"),
         (["--processes", "2", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["--processes", "2", "--output", "/nowhere/at/all.json"], "no folder /nowhere/at"),

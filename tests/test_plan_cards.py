@@ -234,7 +234,9 @@ def test_weights_that_are_stored_as_they_are_computed_with_are_in_host_memory_on
     assert needed("bfloat16", replace(split, precision="no", weights="bf16")) == 2 * 10**6
     assert needed("bfloat16", anatomy=mixture) == 8 * 2 * 10**6
     assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8)) == 2 * 10**6  # of eight stages
-    assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=64)) == 2 * 10**6
+    assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=64)) == 2 * 10**6 / 8
+    assert needed("bfloat16", replace(split, strategy="tp_pp", tensor=8, stages=4, world_size=32)) == 2 * 10**6 / 4
+    assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=16)) == 2 * 10**6 / 2
     assert needed("float32", replace(split, strategy="pp", tensor=1, stages=8)) == 2 * 10**6
 
 

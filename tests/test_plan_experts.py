@@ -18,11 +18,11 @@ from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags
 from finetune.cli.planning.reasons import reasons
-from finetune.hardware.cards import parse_gpus
+from finetune.hardware.cards import Machines, parse_gpus
 from finetune.planner.candidates import candidates, splits
 from finetune.planner.changes import sharded, spread
 from finetune.planner.choose import Plan
-from finetune.planner.judged_rows import judged
+from finetune.planner.judged_rows import Row, judged
 from finetune.planner.memory import reference_bytes
 from finetune.planner.model import Model
 from finetune.planner.nearest import Nearest
@@ -182,6 +182,35 @@ def test_answer_says_what_routers_that_are_not_balanced_would_take(mixture: Mode
     asked = question_about(mixture, SHARED, MACHINES, mean_document_tokens=TOKENS)
     (told,) = [each for each in reasons(Plan(asked, (judged(asked, SHARED),), (), None)) if "router" in each]
     assert told.startswith("ep 4 is planned for balanced routers: with twice the tokens for its experts, at ")
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"micro_batch_size": 2}, "take a smaller train.micro_batch_size"),
+        ({}, "set train.activation_checkpointing to full"),
+        ({"activation_checkpointing": True, "recomputed_layers": 2}, "set train.activation_checkpointing to full"),
+        ({"activation_checkpointing": True}, "let more GPUs share the experts"),
+    ],
+)
+def test_what_unbalanced_routers_do_not_leave_room_for_has_advice_that_can_be_followed(
+    change: dict[str, Any], advice: str, mixture: Model
+):
+    setting = replace(SHARED, **change)
+
+    def on(machines: Machines, setting: Setting) -> Row:
+        return judged(question_about(mixture, setting, machines, mean_document_tokens=TOKENS), setting)
+
+    needed = [on(MACHINES, each).gpu.bytes for each in (setting, replace(setting, expert_load=2))]
+    small = replace(MACHINES, gpu=replace(MACHINES.gpu, memory_gib=sum(needed) / 2 / GIB))
+    row = on(small, setting)
+    assert row.verdict == "tight"
+    asked = question_about(mixture, setting, small, mean_document_tokens=TOKENS)
+    (told,) = [each for each in reasons(Plan(asked, (row,), (), None)) if "router" in each]
+    assert told.endswith(f"which does not fit; {advice} until they are.")
+
+
+def test_a_plan_of_a_run_takes_routers_as_balanced(mixture: Model):
     plan = plan_run(
         mixture,
         SHARED,

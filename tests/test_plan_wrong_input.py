@@ -39,6 +39,14 @@ def model(tmp_path: Path) -> str:
         ("--gpus 8xH100 --train.optimizer adafactor --strategy fsdp2", "Adafactor needs whole matrices"),
         ("--gpus 1xT4 --train.weights bf16", "computes in bf16"),
         ("--gpus 1xT4 --mixed-precision bf16", "T4 does not support bf16"),
+        ("--gpus 1xT4 --mixed_precision bf16", "T4 does not support bf16"),
+        ("--gpus 1xH100 --probe", "on this machine; leave out --probe, which takes real steps on one"),
+        (
+            "--gpus 1xH100 --method full --adapter.type lora",
+            "--method full and --adapter.type lora say different things",
+        ),
+        ("--gpus 1xH100 --method lora --quantization.bits=4", "--quantization.bits 4 say different things; leave one"),
+        ("--gpus 1xH100 --row-tokens 4096 --data.max_length 2048", "--row-tokens 4096 and --data.max_length 2048 say"),
         ("--gpus 1xH100 --trane.epochs 3", "Unknown flag --trane.epochs"),
         ("--gpus 1xH100 --tokens 0", "--tokens 0: must be above 0"),
         ("--gpus 1xH100 --document-tokens 4000", "do not fit into rows of 2048 tokens"),
@@ -54,6 +62,11 @@ def test_wrong_input_is_told_in_a_sentence(
     assert captured.out == ""
     assert sentence in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_flags_that_say_the_same_as_an_option_are_taken(arithmetic_steps: None, model: str):
+    same = "--row-tokens 512 --data.max_length 512 --method qlora --quantization.bits 4 --adapter.type lora"
+    assert run("--model", model, *f"--gpus 1xH100 {same}".split()) == 0
 
 
 TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8}

@@ -189,7 +189,10 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.add_argument("--strategy", metavar="NAME_OR_FILE", help="a single strategy file; default: compare all")
     plan.add_argument(
-        "--mixed-precision", choices=["bf16", "fp16", "no"], help="default: bf16, or fp16 on cards without bf16"
+        "--mixed-precision",
+        "--mixed_precision",  # as accelerate launch has it
+        choices=["bf16", "fp16", "no"],
+        help="default: bf16, or fp16 on cards without bf16",
     )
     plan.add_argument("--host-memory", metavar="GIB", type=float, help="memory of one machine; default: not checked")
     plan.add_argument("--disk", metavar="GIB", type=float, help="disk space for checkpoints; default: not checked")

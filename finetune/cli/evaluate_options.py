@@ -13,7 +13,7 @@ def add_evaluate(verbs: Any) -> None:
         help="score a run, an adapter or a model on rows; compare two of them on the same rows",
         description="Score a model on rows: the share of right answers, the loss of the expected ones, the choice "
         "among given ones. With two models, also the difference and whether it is more than chance. Intervals are of "
-        "95 %%. Scores: exact_match, contains, regex:PATTERN, regex_last:PATTERN, json, json_fields (or "
+        "95 %. Scores: exact_match, contains, regex:PATTERN, regex_last:PATTERN, json, json_fields (or "
         "json_fields:a,b), choice, choice_norm, loss.",
     )
     evaluate.add_argument(

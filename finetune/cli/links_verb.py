@@ -41,10 +41,10 @@ def _processes(options: argparse.Namespace, gpus: int) -> int:
     if gpus and options.processes is not None:
         raise InputError(f"--processes {asked} is for machines without a GPU, and this one has {gpus}; use --gpus.")
     if options.gpus is not None and options.gpus > gpus:
-        raise InputError(
-            f"--gpus {options.gpus}: this machine has {gpus or 'no GPU'}; give at most that, or use --processes to "
-            "rehearse on the CPU."
-        )
+        otherwise = f"give at most that, or use --processes {options.gpus} to rehearse on the CPU"
+        if not gpus:
+            otherwise = f"use --processes {max(2, options.gpus)} to rehearse on the CPU"
+        raise InputError(f"--gpus {options.gpus}: this machine has {gpus or 'no GPU'}; {otherwise}.")
     processes: int = gpus if asked is None else asked
     if processes < 2:
         what = f"{flag} {asked}" if asked is not None else "This machine has " + ("one GPU" if gpus else "no GPU")

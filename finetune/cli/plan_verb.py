@@ -44,7 +44,7 @@ def show(arguments: Sequence[str], options: Options, shown: Shown) -> int:
     """
     refuse_if_any(picture.problems(shown.plot) if shown.plot is not None else [])
     if shown.probes:
-        gpus_here()
+        gpus_here("leave out --probe, which takes real steps on one")
     with tracing_progress() as on_progress:
         question = asked(arguments, options, on_progress)
         with question.question.model.tracer:

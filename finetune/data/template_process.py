@@ -125,7 +125,8 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
         return None
     first, end = found[-1].turns[1]
     last = re.search(rf"(?:{template.special.pattern})\Z", found[-1].text[first:end])
-    return tokenizer.convert_tokens_to_ids(last[0]) if last else None
+    token = tokenizer.convert_tokens_to_ids(last[0]) if last else None
+    return token if isinstance(token, int) else None
 
 
 class _Child:

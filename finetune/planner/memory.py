@@ -212,8 +212,9 @@ def host_bytes(
     is_read_once = (place.framework == "fully_shard" and not setting.shards_parts) or place.zero_stage == 3
     is_mapped = anatomy.active_parameters == anatomy.parameters and stored == STORED_AS[precision]
     loading: float = model if is_read_once else model * processes_of_machine / setting.stages
-    if is_mapped:
-        loading = min(loading, model)
+    if is_mapped:  # of each stage once, of which processes that follow one another have the same
+        stages_here = math.ceil(processes_of_machine * setting.stages / setting.world_size)
+        loading = min(loading, model * stages_here / setting.stages)
     if setting.bits is not None:
         quantised = model - (compute - setting.bits / 8) * anatomy.linear_parameters
         largest = compute * anatomy.largest_parameter

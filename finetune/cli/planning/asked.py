@@ -9,7 +9,7 @@ from typing import Any
 from finetune.cli.links.links_file import read_links
 from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
 from finetune.cli.planning.strategy_file import strategy_named
-from finetune.cli.planning.written import Options, all_flags, given_flags, problems, words_of
+from finetune.cli.planning.written import Options, all_flags, contradictions, given_flags, problems, words_of
 from finetune.config import sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import fp8_problems
@@ -100,7 +100,7 @@ class _Read:
 
 
 def _read(arguments: Sequence[str], options: Options) -> _Read:
-    refuse_if_any(problems(options))
+    refuse_if_any(problems(options) + contradictions(arguments, options))
     cfg = parse(class_of(arguments), [*arguments, *words_of(given_flags(arguments, options))])
     if isinstance(cfg, CorpusRun):
         refuse_if_any(budget_problems(cfg))

@@ -7,21 +7,24 @@ from pathlib import Path
 from finetune.errors import InputError
 from finetune.hardware.cards import Gpu, Machines, lookup
 
+NAME_THEM = "name the GPUs, for example --gpus 8x80GB or --gpus 1xH200"
 
-def gpus_here() -> Machines:
+
+def gpus_here(otherwise: str = NAME_THEM) -> Machines:
     """The GPUs of this machine; if they differ, all count as the smallest.
+
+    Args:
+        otherwise: what to do where there are none, as part of a sentence.
 
     Raises:
         InputError: if there are none.
     """
     if shutil.which("nvidia-smi") is None:
-        raise InputError("No GPU found on this machine; name the GPUs, for example --gpus 8x80GB or --gpus 1xH200.")
+        raise InputError(f"No GPU found on this machine; {otherwise}.")
     import torch  # takes seconds, and is only needed without --gpus
 
     if not torch.cuda.is_available():
-        raise InputError(
-            "PyTorch finds no GPU on this machine; name the GPUs, for example --gpus 8x80GB or --gpus 1xH200."
-        )
+        raise InputError(f"PyTorch finds no GPU on this machine; {otherwise}.")
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -154,6 +154,8 @@ def _threads_of_the_host(best: Row) -> list[str]:
     if best.setting.placement.optimizer_on == "gpu":
         return []
     share = best.time.parts.optimizer / best.time.step_seconds
+    if share < 0.01:
+        return []
     return [
         f"The optimizer steps on the host, with one thread per process ({share:.0%} of the time): put "
         "OMP_NUM_THREADS=N in front of the command, with N cores for each GPU."
@@ -182,11 +184,12 @@ def _unbalanced(plan: Plan) -> list[str]:
     row = sharing[0]
     loaded = judged(plan.question, replace(row.setting, expert_load=2))
     more = (loaded.gpu.bytes - row.gpu.bytes) / GIB
-    fits = {
-        "fits": "",
-        "tight": ", which just fits",
-        "does not fit": ", which does not fit; take a smaller train.micro_batch_size until they are",
-    }
+    less = "let more GPUs share the experts"
+    if row.setting.micro_batch_size > 1:
+        less = "take a smaller train.micro_batch_size"
+    elif not row.setting.activation_checkpointing or row.setting.recomputed_layers is not None:
+        less = "set train.activation_checkpointing to full"
+    fits = {"fits": "", "tight": ", which just fits", "does not fit": f", which does not fit; {less} until they are"}
     return [
         f"{row.setting.launched} is planned for balanced routers: with twice the tokens for its experts, at "
         f"{_speed(loaded, row)} of the speed, a GPU needs {more:.1f} GiB more{fits[loaded.verdict]}."

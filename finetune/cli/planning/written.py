@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import InputError
+from finetune.planner.question import METHODS
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,47 @@ def given_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
     return flags
 
 
+def contradictions(arguments: Sequence[str], options: Options) -> list[str]:
+    """The verb's options and flags of the recipe that say different things, as sentences."""
+    written = _written(arguments)
+    said: dict[tuple[str, Any], dict[str, Any]] = {
+        ("--row-tokens", options.row_tokens): {"data.max_length": options.row_tokens},
+        ("--global-batch-size", options.global_batch_size): {"train.global_batch_size": options.global_batch_size},
+        ("--model", options.model): {"model.path": options.model},
+    }
+    if options.method in METHODS:
+        adapter, bits = METHODS[options.method]
+        said["--method", options.method] = {"adapter.type": adapter, "quantization.bits": bits or "none"}
+    return [
+        f"{option} {value} and --{key} {written[key]} say different things; leave one of them out."
+        for (option, value), keys in said.items()
+        for key, meant in keys.items()
+        if value is not None and key in written and written[key] != str(meant)
+    ]
+
+
 def words_of(flags: dict[str, str]) -> list[str]:
     return [word for key, value in flags.items() for word in (f"--{key}", value)]
 
 
 def all_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
     """All flags of the recipe, for the command: those that were written, and those that options stand for."""
-    written: dict[str, str] = {}
+    flags = {**given_flags(arguments, options), **_written(arguments)}
+    if "model.path" in flags:
+        flags["model.path"] = _loadable(flags["model.path"])
+    return {key: value for key, value in flags.items() if key != "config"}
+
+
+def _written(arguments: Sequence[str]) -> dict[str, str]:
+    """Flags of the recipe as they were written; the last of a name counts."""
+    found: dict[str, str] = {}
     words = list(arguments)
     while words:
         word = words.pop(0)
         if word.startswith("--"):
             key, equals, value = word.removeprefix("--").partition("=")
-            written[key] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
-    flags = {**given_flags(arguments, options), **written}
-    if "model.path" in flags:
-        flags["model.path"] = _loadable(flags["model.path"])
-    return {key: value for key, value in flags.items() if key != "config"}
+            found[key] = value if equals else words.pop(0) if words and not words[0].startswith("--") else ""
+    return found
 
 
 def _loadable(path: str) -> str:
