@@ -164,6 +164,7 @@ def _recorded(run: Path) -> dict[str, Any]:
                 data["max_length"],
                 data["format"],
                 data["train_on"],
+                paired="dpo" in config,  # the section of the recipe that reads two answers of a row
                 columns=tuple(data.get("columns", {}).items()),  # older runs have no such key
             ),
             "revision": config["model"]["revision"],

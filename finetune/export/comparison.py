@@ -92,7 +92,7 @@ def choose_text(
     settings: Settings,
     vocabulary: int,
 ) -> Text:
-    """Rows of a text file, or of the run's data, or of the sample texts.
+    """Rows of a text file, or of the run's data, or of the sample texts, where none of its rows can be used.
 
     Args:
         text_file: plain text in UTF-8.
@@ -105,11 +105,11 @@ def choose_text(
     if text_file is not None:
         name, tokens = str(text_file), _encode(tokenizer, _read(text_file))
         rows = [tokens[i : i + ROW_TOKENS] for i in range(0, len(tokens), ROW_TOKENS)]
-    elif entries:
+    else:
         name = ", ".join(entry.path for entry in entries)
         rows = [list(row.tokens) for row in first_rows(entries, tokenizer, settings, count=ROWS)]
-    else:
-        name, rows = "sample texts", [_encode(tokenizer, sample) for sample in SAMPLES]
+        if not rows:  # of data that has changed, or that a recipe of one's own reads in its own way
+            name, rows = "sample texts", [_encode(tokenizer, sample) for sample in SAMPLES]
     bounded: list[list[int]] = []
     for row in rows[:ROWS]:
         left = TOKENS - sum(map(len, bounded))
