@@ -24,6 +24,7 @@ from finetune.data.sources import Source, named_sources
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any
 from finetune.export.results import result_at
+from finetune.hub_access import is_hub_id
 from finetune.models import adapter, new_tokens, quantization, weights
 from finetune.models import loading as models
 from finetune.models.new_tokens import NewTokens
@@ -37,6 +38,8 @@ class AdapterSource:
     """Of adapter_config.json and adapter_model.safetensors."""
     base: str
     """Folder or hub id of the model that it was trained on."""
+    is_other_base: bool
+    """The base was named, and is not to the byte the one that the run recorded."""
     random_weights: bool
     """The base's weights are drawn with ``seed``, as in the run, instead of read."""
     revision: str | None
@@ -65,7 +68,8 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         bits: of the quantised base, if there is no run.yaml.
 
     Raises:
-        InputError: if there is no LoRA adapter or no base, or they do not fit together.
+        InputError: if there is no LoRA adapter or no base, or they do not fit together; or if the base has changed
+            since the run, and is not named.
     """
     folder, run = _find(path)
     named = _named_in(folder)
@@ -82,9 +86,16 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
     except InputError as error:
         raise _unreadable(str(error)) from error
     refuse_if_any(quantization.problems(config, bits))
+    random_weights = trained.get("random_weights", False)
+    is_other_base = _is_other_base(base, revision, trained)
+    if is_other_base and base_model is None:
+        raise InputError(
+            f"The model {base} is not the one that the adapter was trained on, by the fingerprint in {run}: its "
+            "configuration or its weights have changed, and the adapter is the difference to what they were; restore "
+            f"it, or take it all the same with --base-model {base}."
+        )
     skeleton = models.without_weights(config, False)
     grown = _grown(folder, skeleton)
-    random_weights = trained.get("random_weights", False)
     try:
         files = [] if random_weights else weights.files(base, revision)
         refuse_if_any(weights.problems(skeleton, files) if files else [])
@@ -98,6 +109,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
     return AdapterSource(
         folder=folder,
         base=base,
+        is_other_base=is_other_base,
         random_weights=random_weights,
         revision=revision,
         config=config,
@@ -168,12 +180,25 @@ def _recorded(run: Path) -> dict[str, Any]:
                 columns=tuple(data.get("columns", {}).items()),  # older runs have no such key
             ),
             "revision": config["model"]["revision"],
+            "path": config["model"]["path"],
+            "fingerprint": record.get("data", {}).get("base"),  # older runs have none
         }
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise InputError(
             f"{run} is not the record of a run ({type(error).__name__}: {error}); copy the adapter elsewhere without "
             "it, and give that folder, with --bits where the base was quantised."
         ) from error
+
+
+def _is_other_base(base: str, revision: str | None, trained: dict[str, Any]) -> bool:
+    """Whether a base differs from the recorded one; False where that cannot be known, as of a copy from the hub."""
+    if trained.get("fingerprint") is None:
+        return False
+    from_hub = [is_hub_id(path, needs_owner=False) for path in (base, trained["path"])]
+    if base != trained["path"] and from_hub[0] != from_hub[1]:
+        return False
+    found = models.identity(base, revision=revision, weights=not trained["random_weights"])
+    return bool(found != trained["fingerprint"])
 
 
 def _grown(folder: Path, base: PreTrainedModel) -> NewTokens:

@@ -91,6 +91,11 @@ def merge(
         vocabulary=source.config.get_text_config().vocab_size,
     )
 
+    if source.is_other_base:
+        say(
+            f"The model {source.base} is not the one that the run recorded, to the byte; if its weights are others, "
+            "so is what the adapter makes of them."
+        )
     say(f"Adapter {source.folder} on {source.base} ({kind(source)}): computing {text.tokens:,} tokens ...")
     trained = adapted_model.load_as_trained(source)
     before = list(comparison.logits(trained, text))
