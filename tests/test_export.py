@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -60,6 +61,23 @@ def test_a_gguf_file_is_the_model_for_transformers(kind: str, tied: bool, tmp_pa
     assert torch.equal(found(ids).logits, expected(ids).logits)
     assert result["tensors"] == len(theirs)
     assert found.config.tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_that_lies_beside_a_tied_embedding_is_written_only_where_it_differs(is_equal: bool, tmp_path: Path):
+    model = build(tmp_path / "model", tied=True, dtype="float32")
+    state = load_file(model / "model.safetensors")
+    head = (
+        state["model.embed_tokens.weight"].clone() if is_equal else torch.randn_like(state["model.embed_tokens.weight"])
+    )
+    save_file({**state, "lm_head.weight": head}, model / "model.safetensors", {"format": "pt"})
+    write_gguf(model, tmp_path / "model.gguf", dtype="f32")
+    stored = [tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors]
+    assert ("output.weight" not in stored) is is_equal
+    expected = AutoModelForCausalLM.from_pretrained(model)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    assert torch.equal(found(ids).logits, expected(ids).logits)
 
 
 def test_a_gguf_file_has_the_tokens_template_and_ends_of_the_tokenizer(tmp_path: Path):

@@ -181,8 +181,8 @@ def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for file in opened:
         for own in file.keys():  # noqa: SIM118  # no mapping
-            if own == "lm_head.weight" and config.tie_word_embeddings:
-                continue  # it is the embedding
+            if own == "lm_head.weight" and config.tie_word_embeddings and _is_embedding(file.get_tensor(own), opened):
+                continue
             name = names.get_name(own, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise InputError(f"--gguf: llama.cpp has no name for the tensor {own}; use its convert_hf_to_gguf.py.")
@@ -194,6 +194,12 @@ def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         factors = rope_factors(rope_of(config), head_dim)
         yield _Tensor("rope_freqs.weight", tuple(factors.shape), GGMLQuantizationType.F32, lambda: factors)
+
+
+def _is_embedding(head: torch.Tensor, opened: Sequence[Any]) -> bool:
+    """Whether a stored head equals the embedding: where it does not, transformers does not tie the two either."""
+    name = "model.embed_tokens.weight"
+    return any(name in file.keys() and torch.equal(head, file.get_tensor(name).to(head.dtype)) for file in opened)  # noqa: SIM118  # no mapping
 
 
 def _read(file: Any, name: str, heads: int | None) -> torch.Tensor:
