@@ -14,6 +14,7 @@ import tiny
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
@@ -567,6 +568,27 @@ class TestRefusedBeforeWeightsLoad:
             merge(lora, tmp_path / "merged")
         assert (tmp_path / "merged.tmp").is_dir()
 
+    def test_output_that_no_finished_folder_can_take_the_place_of(
+        self, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        (tmp_path / "here").mkdir()
+        (tmp_path / "volume").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "volume")
+        (tmp_path / "broken").symlink_to(tmp_path / "gone")
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setattr(merging.os.path, "ismount", lambda path: Path(path).name == "volume")
+        there = sorted(tmp_path.rglob("*"))
+        for name, told in (
+            (tmp_path / "link", rf"link is a link, .* for example {tmp_path / 'link' / 'merged'}\."),
+            (tmp_path / "broken", r"broken is a link, .* give a new folder\."),
+            (tmp_path / "volume", "volume is a mount point"),
+            (Path(), r"--output \. is the current folder, .* for example merged\."),
+            (tmp_path / "new" / "..", "is a way back to another folder"),
+        ):
+            with pytest.raises(InputError, match=told):
+                merge(lora, name)
+        assert sorted(tmp_path.rglob("*")) == there
+
     def test_full_disk(self, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         asked = []
 
@@ -657,6 +679,20 @@ def test_merge_that_breaks_while_it_writes_leaves_nothing(
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
     with pytest.raises(KeyboardInterrupt):
+        merge(lora, tmp_path / "merged", text_file=tied_base / "config.json")
+    assert_nothing_left(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=repr)
+def test_merge_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
+    error: Exception, lora: Path, tied_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def save(model: PreTrainedModel, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+    with pytest.raises(RunStopped, match=r"merged could not be written \(.*\); free some space"):
         merge(lora, tmp_path / "merged", text_file=tied_base / "config.json")
     assert_nothing_left(tmp_path / "merged")
 

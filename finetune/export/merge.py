@@ -12,12 +12,14 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.distributed import prepare_import
@@ -71,7 +73,7 @@ def merge(
 
     Raises:
         InputError: for wrong input, before weights load.
-        RunStopped: if the merged model differs from base and adapter; nothing is written then.
+        RunStopped: if the merged model differs from base and adapter, or cannot be written; nothing is left then.
     """
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
@@ -92,10 +94,7 @@ def merge(
     )
 
     if source.is_other_base:
-        say(
-            f"The model {source.base} is not the one that the run recorded, to the byte; if its weights are others, "
-            "so is what the adapter makes of them."
-        )
+        say(_other_base(source))
     say(f"Adapter {source.folder} on {source.base} ({kind(source)}): computing {text.tokens:,} tokens ...")
     trained = adapted_model.load_as_trained(source)
     before = list(comparison.logits(trained, text))
@@ -106,15 +105,17 @@ def merge(
     del trained
     gc.collect()  # PEFT's modules know each other
     temporary = temporary_folder(folder)
-    temporary.mkdir(parents=True)
+    with _writing(folder):
+        temporary.mkdir(parents=True)
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
         merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
         models.stop_at(merged, tokenizer.eos_token_id)
-        merged.save_pretrained(temporary)
+        with _writing(folder):
+            merged.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         del merged
         gc.collect()
-        tokenizer.save_pretrained(temporary)
         say("Reading the merged model back ...")
         saved = AutoModelForCausalLM.from_pretrained(temporary, dtype=out, use_safetensors=True)
         difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text))
@@ -136,15 +137,33 @@ def merge(
         }
         if verdict(difference, limit) == "different" and not (source.bits and onto == "original"):
             raise RunStopped(f"{sentence(result)} {_ADVICE} Nothing was written to {folder}.")
-        (temporary / "README.md").write_text(model_card(result), encoding="utf-8")
-        temporary.rename(folder)
+        with _writing(folder):
+            (temporary / "README.md").write_text(model_card(result), encoding="utf-8")
+            temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is gone, if it has taken its place
     return result
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunStopped(
+            f"--output {folder} could not be written ({error}); free some space, or choose a folder on another disk. "
+            "Nothing was left there."
+        ) from error
+
+
 def output_problems(folder: Path) -> list[str]:
     """Why this folder cannot be written, as sentences."""
+    if place := _cannot_be_replaced(folder):
+        inside = f", for example {folder / 'merged'}" if folder.is_dir() else ""
+        return [
+            f"--output {folder} is {place}, and the finished model, which is written beside it, cannot take its place; "
+            f"give a new folder{inside}."
+        ]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         return [f"--output {folder} already exists and is not an empty folder; choose another one."]
     if temporary_folder(folder).exists():
@@ -156,6 +175,17 @@ def output_problems(folder: Path) -> list[str]:
     if not os.access(parent, os.W_OK):
         return [f"--output: {parent} is not writable; choose another folder."]
     return []
+
+
+def _cannot_be_replaced(folder: Path) -> str | None:
+    """What a folder is that no other one can be renamed to, in words."""
+    if folder.is_symlink():
+        return "a link"
+    if folder.absolute().name == "..":
+        return "a way back to another folder"
+    if folder.resolve() == Path.cwd():
+        return "the current folder"
+    return "a mount point" if os.path.ismount(folder) else None
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -208,6 +238,13 @@ def load_tokenizer(source: AdapterSource) -> PreTrainedTokenizerBase:
             f"No tokenizer could be loaded from {path} ({str(error).splitlines()[0]}); copy its files to the "
             f"adapter's folder, {source.folder}."
         ) from error
+
+
+def _other_base(source: AdapterSource) -> str:
+    return (
+        f"The model {source.base} is not the one that the run recorded, to the byte; if its weights are others, so is "
+        "what the adapter makes of them."
+    )
 
 
 def kind(source: AdapterSource) -> str:
