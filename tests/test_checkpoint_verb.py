@@ -10,7 +10,8 @@ import savers
 import scenarios
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.cli import commands
 from finetune.config import sections
@@ -243,6 +244,26 @@ def test_an_export_is_refused_before_anything_is_written(
     shutil.rmtree(run / "checkpoints/step-00000004")
     shutil.copy(model_folder / "config.json", other_base / "config.json")
     refused("does not fit")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=repr)
+def test_an_export_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
+    error: Exception,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def save(model: PreTrainedModel, folder: Path, **_: Any) -> None:
+        folder.mkdir()
+        raise error
+
+    save_run(tmp_path / "run", model_folder)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+    code, _, told = run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "new")
+    assert code == 2
+    assert f"new could not be written ({error}); free some space" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_an_export_runs_no_code_of_the_model_even_if_the_run_did(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
@@ -83,9 +84,9 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")
         run_files.write_run(temporary, run)
         temporary.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(
-            f"--output {folder} could not be written ({error.strerror or error}); choose another one."
+            f"--output {folder} could not be written ({error}); free some space, or choose another one."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is gone, if it has taken its place
