@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.cli import commands, demo_model
 from finetune.errors import InputError
-from finetune.export.gguf_file import rope_factors, write_gguf
+from finetune.export.gguf_file import describe, rope_factors, write_gguf
 from finetune.export.gguf_vocabulary import SPLITS, splits_of
 
 TEXT = "<|im_start|>user\nthe red house, 123 木々🙂<|im_end|>\n"
@@ -124,6 +124,20 @@ def test_matrices_of_8_bits_are_half_a_step_off_at_most_and_norms_are_exact(tmp_
     ).all()  # half, and a little because steps are in fp16
     assert (stored["output_norm.weight"].data == weights["model.norm.weight"].numpy()).all()
     assert fields(tmp_path / "model.gguf")["general.file_type"] == 7
+
+
+def test_matrices_whose_rows_are_no_multiple_of_32_are_in_f16_beside_others_of_8_bits(tmp_path: Path):
+    model = build(tmp_path / "model", hidden_size=48, intermediate_size=96, head_dim=12)
+    result = write_gguf(model, tmp_path / "model.gguf", dtype="q8_0")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert stored["blk.0.ffn_down.weight"].tensor_type.name == "Q8_0"
+    assert stored["blk.0.ffn_up.weight"].tensor_type.name == "F16"
+    found = torch.tensor(stored["blk.0.ffn_up.weight"].data)
+    assert torch.equal(found, weights["model.layers.0.mlp.up_proj.weight"].half())
+    assert sorted(result["in_f16"]) == sorted(name for name in stored if stored[name].tensor_type.name == "F16")
+    told = f"{len(result['in_f16'])} matrices are in f16 ({result['in_f16'][0]} first): their rows are no multiple of"
+    assert told in describe(result)
 
 
 def test_long_contexts_of_llama3_are_divided_as_transformers_divides_them(tmp_path: Path):

@@ -31,7 +31,8 @@ from finetune.units import GIB
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """model_type of transformers, with llama.cpp's name."""
 TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "q8_0": ("Q8_0", 7), "bf16": ("BF16", 32)}
-"""Of matrices: gguf's name, and the number of general.file_type. Vectors are in fp32."""
+"""Of matrices: gguf's name, and the number of general.file_type. Vectors are in fp32, and matrices whose rows q8_0
+cannot divide into its blocks of 32 in fp16, as llama.cpp's converter has them."""
 ROPES = ("default", "linear", "llama3")
 
 
@@ -79,17 +80,24 @@ def write_gguf(path: Path, file: Path, *, dtype: str = "bf16") -> dict[str, Any]
         "model": folder,
         "architecture": ARCHITECTURES[config.model_type],
         "dtype": dtype,
-        "tensors": tensors,
+        "tensors": len(tensors),
+        "in_f16": [tensor.name for tensor in tensors if dtype == "q8_0" and tensor.kind.name == "F16"],
         "bytes": file.stat().st_size,
     }
 
 
 def describe(result: dict[str, Any]) -> str:
     """The result as text."""
-    return (
+    text = (
         f"GGUF file: {result['file']}\n"
         f"  {result['tensors']:,} tensors of {result['model']} in {result['dtype']}, {result['bytes'] / GIB:.2f} GiB"
     )
+    if kept := result["in_f16"]:
+        text += (
+            f"\n  {len(kept):,} matrices are in f16 ({kept[0]} first): their rows are no multiple of the 32 values "
+            "that q8_0 takes together"
+        )
+    return text
 
 
 def _problems(config: PreTrainedConfig, file: Path) -> list[str]:
@@ -144,7 +152,9 @@ class _Tensor:
         return np.ascontiguousarray(quantize(self.read().float().numpy(), self.kind))
 
 
-def _write(file: Path, config: Any, files: Sequence[Path], vocabulary: Vocabulary, dtype: str, *, name: str) -> int:
+def _write(
+    file: Path, config: Any, files: Sequence[Path], vocabulary: Vocabulary, dtype: str, *, name: str
+) -> list[_Tensor]:
     from gguf import GGUFWriter
 
     writer = GGUFWriter(file, ARCHITECTURES[config.model_type])
@@ -164,7 +174,7 @@ def _write(file: Path, config: Any, files: Sequence[Path], vocabulary: Vocabular
         writer.write_ti_data_to_file()
         for tensor in tensors:
             writer.write_tensor_data(tensor.values())
-    return len(tensors)
+    return tensors
 
 
 def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor]:
@@ -174,6 +184,7 @@ def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor
         InputError: if llama.cpp has no name for one of them.
     """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+    from gguf.constants import GGML_QUANT_SIZES
 
     architecture = ARCHITECTURES[config.model_type]
     (arch,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -188,6 +199,8 @@ def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor
                 raise InputError(f"--gguf: llama.cpp has no name for the tensor {own}; use its convert_hf_to_gguf.py.")
             shape = tuple(file.get_slice(own).get_shape())
             kind = GGMLQuantizationType[TYPES[dtype][0] if len(shape) > 1 else "F32"]
+            if shape[-1] % GGML_QUANT_SIZES[kind][0]:
+                kind = GGMLQuantizationType.F16
             turned = heads.get(name.split(".")[-2]) if architecture == "llama" else None
             yield _Tensor(name, shape, kind, partial(_read, file, own, turned))
     if rope_of(config).get("rope_type") == "llama3":
