@@ -21,6 +21,7 @@ from finetune.cli.commands import main
 from finetune.data.formats import Example, convert_prompt
 from finetune.data.prompt_texts import Prompt
 from finetune.errors import BadRow, InputError
+from finetune.export import adapted_model, adapter_source
 from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
@@ -56,6 +57,10 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         "lora": {"adapter": {"type": "lora", "rank": 4}},
         "qlora": {"adapter": {"type": "lora", "rank": 4}, "quantization": {"bits": 4}},
         "lora_8bit": {"adapter": {"type": "lora", "rank": 4}, "quantization": {"bits": 8}},
+        **{
+            names: {"adapter": {"type": "lora", "rank": 4, "modules_to_save": names.split()}}
+            for names in ("lm_head", "embed_tokens", "embed_tokens lm_head")
+        },
     }
 
     def run(method: str) -> Path:
@@ -121,6 +126,19 @@ def test_a_run_answers_as_transformers_and_peft_do(method: str, trained: Any, ba
         answers = [speaker.answers([prompt], TWELVE)[0] for prompt in asked(speaker, *texts)]
         assert [answer.text for answer in answers] == [expected(reference, tokenizer, text) for text in texts]
         assert len({answer.text for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("modules", ["lm_head", "embed_tokens", "embed_tokens lm_head"])
+def test_modules_that_were_saved_whole_answer_in_the_16_bits_of_their_base(modules: str, trained: Any, base: Path):
+    source = adapter_source.read(trained(modules), base_model=None, bits=None)
+    narrow = adapted_model.load_to_answer(source, torch.bfloat16)
+    trained_ones = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), trained(modules) / "final")
+    ids = torch.arange(2, 66)[None]
+    with torch.no_grad():
+        found, expected = (each(ids).logits.float().log_softmax(-1) for each in (narrow, trained_ones))
+        untrained = AutoModelForCausalLM.from_pretrained(base)(ids).logits.log_softmax(-1)
+    assert narrow.dtype == torch.bfloat16
+    assert (found - expected).abs().mean() < 0.1 * (untrained - expected).abs().mean()
 
 
 def test_a_model_is_quantised_where_that_is_asked(trained: Any):

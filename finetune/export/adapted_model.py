@@ -77,11 +77,14 @@ def rounding_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def load_to_answer(source: AdapterSource, dtype: torch.dtype) -> PreTrainedModel:
     """The base, quantised where it was for training, and the unmerged adapter in fp32.
 
+    Modules that were saved whole are in the dtype of those whose place they take: they do not cast what comes in.
+
     Args:
         dtype: of computation, and of weights that are not quantised.
     """
     model = _load_base(source, source.bits, dtype)
     _attach(model, source)
+    _cast_whole_modules(model)
     compute_apart(model)
     return on_device(model)
 
@@ -154,6 +157,18 @@ def _attach(model: PreTrainedModel, source: AdapterSource) -> Any:
     set_peft_model_state_dict(model, {name.removeprefix(adapter.PREFIX): value for name, value in state.items()})
     model.requires_grad_(False)
     return tuner
+
+
+def _cast_whole_modules(model: PreTrainedModel) -> None:
+    """Give modules that were saved whole the dtypes of the base's own."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            own: Any = module
+            for saved in own.modules_to_save.values():
+                for parameter, replaced in zip(saved.parameters(), own.original_module.parameters()):
+                    parameter.data = parameter.data.to(replaced.dtype)
 
 
 def _dequantize(model: Any) -> None:
