@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,33 @@ def test_wrong_options_are_refused_before_weights_load(
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
     assert said in printed
+
+
+def test_an_output_that_cannot_be_created_is_refused_before_weights_load(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "missing" / "answers.jsonl")]) == 2
+    assert "answers.jsonl cannot be created (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_second_model_that_cannot_answer_is_refused_before_the_first_is_loaded(
+    run: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """One without its base, and one whose positions the rows do not fit; no file of answers is left."""
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    adapter, short, output = tmp_path / "adapter", tmp_path / "short", tmp_path / "answers.jsonl"
+    shutil.copytree(run / "final", adapter)
+    named = json.loads((adapter / "adapter_config.json").read_text())
+    named["base_model_name_or_path"] = str(tmp_path / "gone")
+    (adapter / "adapter_config.json").write_text(json.dumps(named))
+    shutil.copytree(base, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    for other, said in ((adapter, "base model cannot be read"), (short, "leave no room for an answer")):
+        assert main(["evaluate", str(run), str(other), "--score", "json", "--output", str(output)]) == 2
+        assert said in capsys.readouterr().err
+        assert not output.exists()
 
 
 def test_a_model_that_no_run_left_needs_a_file_of_rows(

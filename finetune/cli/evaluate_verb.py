@@ -5,10 +5,11 @@ import gc
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from rich.console import Console
@@ -27,10 +28,10 @@ from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.export.results import result_at
 from finetune.generation.judging import Judgement, Measured, judge
 from finetune.generation.manner import Manner
-from finetune.generation.speaker import Speaker, load_speakers
+from finetune.generation.speaker import Known, Speaker, Unloaded, read_speakers
 from finetune.hub_access import is_hub_id
 from finetune.run.inputs import settings_of
-from finetune.scoring.asked_rows import asked_rows
+from finetune.scoring.asked_rows import AskedRows, asked_rows
 from finetune.scoring.intervals import Interval
 from finetune.scoring.scores import Score, score_of
 from finetune.scoring.task_rows import TaskRow, read_task_rows, refuse_unfit
@@ -52,6 +53,15 @@ class Asked:
     has_loss: bool
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What is asked, as one model takes it."""
+
+    rows: AskedRows
+    held_out: list[Row] | None
+    """Of which the loss is computed; None for no loss."""
+
+
 def evaluate(options: argparse.Namespace) -> int:
     """Run the verb; returns the exit code.
 
@@ -66,25 +76,44 @@ def evaluate(options: argparse.Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
-    names: list[str] = []
-    judged: list[Judgement] = []
-    for path in filter(None, (options.model, options.other)):
-        speakers = _speakers(path, options)
-        names += [speaker.name for speaker in speakers]
-        judged += [_judgement(speaker, asked, manner, options) for speaker in speakers]
-        del speakers
-        gc.collect()  # the GPU may have no room for both models
-    if output is not None:
-        with opened(output) as file:
+    with _created(output) as file:
+        unloaded = [_read(path, options) for path in filter(None, (options.model, options.other))]
+        ready = [[_ready(known, asked, options) for known in each.known] for each in unloaded]
+        names = [known.name for each in unloaded for known in each.known]
+        judged: list[Judgement] = []
+        for each, own in zip(unloaded, ready):
+            speakers = each.load()
+            judged += [_judgement(*pair, asked, manner, options) for pair in zip(speakers, own)]
+            del speakers
+            gc.collect()  # the GPU may have no room for both models
+        if options.json:
+            print(json.dumps(_record(asked, names, judged), indent=2, ensure_ascii=False))
+        else:
+            _print(Console(highlight=False, width=min(WIDTH, Console().width)), asked, names, judged)
+        if file is not None:  # after the scores, which no full disk then takes away
             for line in _lines(asked, names, judged):
                 print(json.dumps(line, ensure_ascii=False, default=str), file=file)  # Parquet has dates
-    if options.json:
-        print(json.dumps(_record(asked, names, judged), indent=2, ensure_ascii=False))
-    else:
-        _print(Console(highlight=False, width=min(WIDTH, Console().width)), asked, names, judged)
-        if output is not None:
-            print(f"{len(asked.rows):,} rows with their answers are in {output}")
+    if output is not None and not options.json:
+        print(f"{len(asked.rows):,} rows with their answers are in {output}")
     return 0
+
+
+@contextmanager
+def _created(output: Path | None) -> Iterator[TextIO | None]:
+    """The file, made before the first answer, and removed if there are no scores; None for none.
+
+    Raises:
+        InputError: if it cannot be created.
+    """
+    if output is None:
+        yield None
+        return
+    with opened(output) as file:
+        try:
+            yield file
+        except BaseException:
+            output.unlink()
+            raise
 
 
 def _contradictions(options: argparse.Namespace) -> list[str]:
@@ -99,7 +128,7 @@ def _contradictions(options: argparse.Namespace) -> list[str]:
 
 
 def _refuse_no_model(path: str) -> None:
-    """What can be known of a second folder before the first model has answered for an hour."""
+    """What can be known of both folders before rows are read."""
     if not is_hub_id(path):
         result_at(Path(path))
 
@@ -161,8 +190,8 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
     return named_sources(data.eval)
 
 
-def _speakers(path: str, options: argparse.Namespace) -> list[Speaker]:
-    return load_speakers(
+def _read(path: str, options: argparse.Namespace) -> Unloaded:
+    return read_speakers(
         path,
         base_model=options.base_model,
         bits=options.bits,
@@ -171,19 +200,22 @@ def _speakers(path: str, options: argparse.Namespace) -> list[Speaker]:
     )
 
 
-def _judgement(speaker: Speaker, asked: Asked, manner: Manner, options: argparse.Namespace) -> Judgement:
-    plain, name = options.plain, speaker.name
-    tokens = asked_rows(asked.rows, speaker.tokenizer, speaker.positions, plain=plain, name=name)
-    console = Console(stderr=True)
+def _ready(known: Known, asked: Asked, options: argparse.Namespace) -> Ready:
+    rows = asked_rows(asked.rows, known.tokenizer, known.positions, plain=options.plain, name=known.name)
+    return Ready(rows, _held_out_rows(known, asked) if asked.has_loss else None)
+
+
+def _judgement(speaker: Speaker, ready: Ready, asked: Asked, manner: Manner, options: argparse.Namespace) -> Judgement:
+    name, console = escape(speaker.name)[-40:], Console(stderr=True)
 
     def shown(batches: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
-        return track(batches, escape(name)[-40:], console=console, transient=True, disable=not console.is_terminal)
+        return track(batches, name, console=console, transient=True, disable=not console.is_terminal)
 
-    held_out = _held_out_rows(speaker, asked) if asked.has_loss else None
-    return judge(speaker, tokens, asked.scores, held_out, manner, batch_size=options.batch_size, shown=shown)
+    settings: dict[str, Any] = {"batch_size": options.batch_size, "shown": shown}
+    return judge(speaker, ready.rows, asked.scores, ready.held_out, manner, **settings)
 
 
-def _held_out_rows(speaker: Speaker, asked: Asked) -> list[Row]:
+def _held_out_rows(speaker: Known, asked: Asked) -> list[Row]:
     """The rows that are asked as a run would hold them out, for this model's tokenizer.
 
     Raises:

@@ -1,7 +1,7 @@
 """A model that answers: a run, an adapter or a model by its folder or hub id, with its tokenizer and its template."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TextStreamer
 
 from finetune.compat.peft_private import adapter_off
 from finetune.data.columns import Columns
@@ -40,21 +40,24 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A model on its device, and what it takes to ask it."""
+class Known:
+    """What is known of a model before its weights load."""
 
     name: str
-    model: Any
     tokenizer: PreTrainedTokenizerBase
     end_tokens: tuple[int, ...]
     """At which an answer ends: those of the model's files, and the tokenizer's own, as in training."""
+    positions: int | None
+    """Of prompt and answer together, at most; None for a model without limit."""
+
+
+@dataclass(frozen=True)
+class Speaker(Known):
+    """A model on its device, and what it takes to ask it."""
+
+    model: Any
     without_adapter: bool = False
     """It is the base of the model that answers."""
-
-    @cached_property
-    def positions(self) -> int | None:
-        """Of prompt and answer together, at most; None for a model without limit."""
-        return models.most_positions(self.model.config.get_text_config())
 
     @cached_property
     def _template(self) -> TemplateProcess:
@@ -148,9 +151,24 @@ class _Pieces(TextStreamer):
         self.say(text)
 
 
+@dataclass(frozen=True)
+class Unloaded:
+    """The model that a path names, or two: all that can be refused has been, but no weights are loaded."""
+
+    known: list[Known]
+    load: Callable[[], list[Speaker]]
+
+
 def load_speakers(
     path: str, *, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
 ) -> list[Speaker]:
+    """What ``read_speakers`` has read, with its weights."""
+    return read_speakers(path, base_model=base_model, bits=bits, chat_template=chat_template, compared=compared).load()
+
+
+def read_speakers(
+    path: str, *, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+) -> Unloaded:
     """The model that a path names; before it the one that it was trained from, where they are compared.
 
     A base answers through the same tokenizer and template, so that both are asked the same.
@@ -162,12 +180,20 @@ def load_speakers(
         chat_template: Jinja file or name, instead of the tokenizer's own template.
 
     Raises:
-        InputError: if there is no such model, or it cannot be loaded, before weights load where that can be known.
+        InputError: if there is no such model, or it cannot be loaded; loading raises it for what the files do not show.
     """
     models.quiet()
+    with _of_options():
+        found = _read(path, base_model, bits, chat_template, compared)
+    return Unloaded(found.known, _of_options()(found.load))
+
+
+@contextmanager
+def _of_options() -> Iterator[None]:
+    """Problems without the keys of a configuration, which these verbs do not have."""
     try:
-        return _loaded(path, base_model, bits, chat_template, compared)
-    except InputError as error:  # these verbs have no configuration whose keys could be named
+        yield
+    except InputError as error:
         said = [problem.removeprefix("model.path: ") for problem in error.problems]
         raise InputError([each.replace("data.chat_template:", "--chat-template:") for each in said]) from error
 
@@ -183,9 +209,7 @@ def columns_of(path: str) -> Columns:
     return tuple(data.get("columns", {}).items())
 
 
-def _loaded(
-    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
-) -> list[Speaker]:
+def _read(path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool) -> Unloaded:
     refuse_if_any(problems(chat_template))
     result = None if is_hub_id(path) else result_at(Path(path))
     if result is not None and result.is_adapter:
@@ -193,51 +217,63 @@ def _loaded(
     if base_model is not None:
         raise InputError(f"--base-model: {path} is a model and not an adapter; leave it out.")
     folder = path if result is None else str(result.folder)
-    before = _trained_from(path, result) if compared else None  # refused before weights load
+    before = _trained_from(path, result) if compared else None
     own = _whole(folder, folder, bits, chat_template)
     if before is None:
-        return [own]
-    return [_whole(before, folder, bits, chat_template), own]
+        return own
+    first = _whole(before, folder, bits, chat_template)
+    return Unloaded([*first.known, *own.known], lambda: [*first.load(), *own.load()])
 
 
 def _adapted(
     path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
-) -> list[Speaker]:
+) -> Unloaded:
     source = adapter_source.read(Path(path), base_model=base_model, bits=bits)
     has_own = (source.folder / "tokenizer_config.json").is_file()
     where, revision = (str(source.folder), None) if has_own else (source.base, source.revision)
     tokenizer = _tokenizer(where, revision, chat_template)
     ends = end_tokens_of(source.config, source.base, revision=source.revision)
-    model = adapted_model.load_to_answer(source, _dtype(source.dtype))
-    own = _speaker(path, model, tokenizer, ends)
-    return [replace(own, name=source.base, without_adapter=True), own] if compared else [own]
+    own = _known(path, source.config, tokenizer, ends)
+    base = replace(own, name=source.base)
+
+    def load() -> list[Speaker]:
+        model = adapted_model.load_to_answer(source, _dtype(source.dtype)).eval()
+        speaker = Speaker(**vars(own), model=model)
+        return [Speaker(**vars(base), model=model, without_adapter=True), speaker] if compared else [speaker]
+
+    return Unloaded([base, own] if compared else [own], load)
 
 
-def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str | None) -> Speaker:
+def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str | None) -> Unloaded:
     config = models.load_config(path, revision=None, trust_remote_code=False)
     refuse_if_any(quantization.problems(config, bits))
     refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, None)))
     tokenizer = _tokenizer(tokenizer_path, None, chat_template)
-    ends = end_tokens_of(config, path, revision=None)
-    device = torch.device("cuda" if bits and torch.cuda.is_available() else "cpu")
-    model = models.load_model(
-        path,
-        config,
-        revision=None,
-        trust_remote_code=False,
-        attention="auto",
-        dtype=_dtype(models.stored_dtype(config)),
-        seed=0,
-        bits=bits,
-        device=device,
-    )
-    new_tokens.give_rows(model, new_tokens.of_tokenizer(tokenizer, config))  # of a base that is asked by another's
-    return _speaker(path, adapted_model.on_device(model), tokenizer, ends)
+    known = _known(path, config, tokenizer, end_tokens_of(config, path, revision=None))
+
+    def load() -> list[Speaker]:
+        device = torch.device("cuda" if bits and torch.cuda.is_available() else "cpu")
+        model = models.load_model(
+            path,
+            config,
+            revision=None,
+            trust_remote_code=False,
+            attention="auto",
+            dtype=_dtype(models.stored_dtype(config)),
+            seed=0,
+            bits=bits,
+            device=device,
+        )
+        # of a base that is asked by another's tokenizer
+        new_tokens.give_rows(model, new_tokens.of_tokenizer(tokenizer, config))
+        return [Speaker(**vars(known), model=adapted_model.on_device(model).eval())]
+
+    return Unloaded([known], load)
 
 
-def _speaker(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> Speaker:
+def _known(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> Known:
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return Speaker(name, model.eval(), tokenizer, tuple(sorted({*ends, *own})))
+    return Known(name, tokenizer, tuple(sorted({*ends, *own})), models.most_positions(config.get_text_config()))
 
 
 def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> PreTrainedTokenizerBase:
