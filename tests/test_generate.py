@@ -168,6 +168,15 @@ def test_prompts_of_a_batch_are_answered_as_each_alone(trained: Any):
     assert speaker.answers(prompts, TWELVE) == [speaker.answers([prompt], TWELVE)[0] for prompt in prompts]
 
 
+def test_a_long_prompt_leaves_the_others_of_its_batch_the_room_that_each_has_alone(trained: Any):
+    (speaker,) = load(trained("full"))
+    speaker = replace(speaker, positions=64, end_tokens=())
+    prompts = [[*range(5, 5 + length)] for length in (9, 43, 12, 30, 43)]
+    found = speaker.answers(prompts, Manner(40))
+    assert [answer.tokens for answer in found] == [40, 21, 40, 34, 21]
+    assert found == [speaker.answers([prompt], Manner(40))[0] for prompt in prompts]
+
+
 def test_an_answer_ends_at_the_end_of_the_turn_and_says_so(trained: Any):
     (speaker,) = load(trained("full"))
     (prompt,) = asked(speaker, HELLO)

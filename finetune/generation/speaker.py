@@ -81,10 +81,28 @@ class Speaker(Known):
         return found
 
     def answers(self, prompts: Sequence[Sequence[int]], manner: Manner) -> list[Answer]:
-        """Answers to prompts that are computed in one batch; shorter ones are padded on the left."""
-        longest = max(map(len, prompts))
-        output = self._generate(prompts, manner, None)
-        return [self._answer(row) for row in output[:, longest:].tolist()]
+        """Answers to prompts that are computed in one batch; shorter ones are padded on the left.
+
+        Where positions end before ``max_new_tokens``, each answer has as many as alone, in several batches.
+        """
+        found: dict[int, Answer] = {}
+        for batch in self._with_room(prompts, manner.max_new_tokens):
+            output = self._generate([prompts[place] for place in batch], manner, None)
+            longest = max(len(prompts[place]) for place in batch)
+            found |= zip(batch, map(self._answer, output[:, longest:].tolist()))
+        return [found[place] for place in range(len(prompts))]
+
+    def _with_room(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Numbers of prompts, by batches that cut no answer: the model goes on with all rows until the longest ends.
+
+        With 64 positions and answers of 40 tokens, prompts of 9, 43, 12 and 30 tokens are (9, 12), (43) and (30): an
+        answer that may go on to the last position has only prompts of the same length beside it.
+        """
+        batches: dict[int, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            has_all = self.positions is None or len(prompt) + max_new_tokens <= self.positions
+            batches.setdefault(0 if has_all else len(prompt), []).append(place)
+        return list(batches.values())
 
     def streamed(self, prompt: Sequence[int], manner: Manner, say: Callable[[str], None]) -> Answer:
         """The answer to one prompt, of which ``say`` is given each piece of text as it is made.
