@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import corpora
 import pytest
 import tiny
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.commands import main
 from finetune.generation.speaker import Answer, Speaker
-from recipes import sft
+from recipes import pretrain, sft
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,23 @@ def test_scores_on_the_rows_of_the_run_are_those_that_the_run_recorded(run: Path
     assert before["models"][1]["scores"]["loss"] == loss
     gained = record["eval_loss"]["after"] - record["eval_loss"]["before"]
     assert before["differences"]["loss"]["value"] == pytest.approx(gained, abs=1e-5)
+
+
+def test_the_loss_of_a_pretraining_run_is_the_one_that_it_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = tiny.build_model_folder(tmp_path / "model")
+    train, held_out = (
+        corpora.write_texts(tmp_path / f"{name}.jsonl", rows=rows, seed=rows)
+        for name, rows in (("train", 30), ("held_out", 5))
+    )
+    changes = {"data__eval": str(held_out), "train__steps": 2}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        values = corpora.values_of(model, train, tmp_path / "run", **changes)
+        pretrain.main(pretrain.Config.model_validate(values))
+    record = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert record["config"]["data"]["packing"] == "concatenate"
+    (found,) = as_json(capsys, str(tmp_path / "run"))["models"]
+    assert found["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["after"], abs=1e-5)
 
 
 def test_a_limit_takes_the_loss_of_the_rows_whose_answers_are_scored(

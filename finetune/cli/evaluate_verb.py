@@ -169,7 +169,8 @@ def _data_of_run(path: str) -> sections.Data | None:
         return None
     try:
         written = yaml.safe_load(run.read_text(encoding="utf-8"))["config"]["data"]
-        known = {key: value for key, value in written.items() if key in sections.Data.model_fields}
+        # rows are scored one by one; the packing of a corpus has a choice more than that of other recipes
+        known = {key: value for key, value in written.items() if key in sections.Data.model_fields and key != "packing"}
         return sections.Data.model_validate(known)
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
