@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 import tiny
 import torch
+import yaml
 from peft import PeftModel
 from pyarrow import parquet
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -26,6 +28,8 @@ from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
 from finetune.generation.speaker import Answer, Speaker, load_speakers
+from finetune.models import loading as models
+from finetune.models import weights
 from recipes import sft
 
 TWELVE = Manner(max_new_tokens=12)
@@ -159,6 +163,32 @@ def test_the_model_before_training_answers_beside_it_and_leaves_it_as_it_was(met
     assert before.answers([prompt], TWELVE)[0].text == expected(reference, tokenizer, HELLO)
     own = alone.answers([prompt], TWELVE)
     assert after.answers([prompt], TWELVE) == own != before.answers([prompt], TWELVE)
+
+
+def test_the_model_before_training_is_the_revision_that_the_run_names(
+    trained: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, asked_for = shutil.copytree(trained("full"), tmp_path / "run"), []
+    record = yaml.safe_load((run / "final" / "run.yaml").read_text())
+    record["config"]["model"]["revision"] = "v2"
+    (run / "final" / "run.yaml").write_text(yaml.safe_dump(record))
+
+    def watch(module: Any, name: str) -> None:
+        found = getattr(module, name)
+
+        def watched(path: str, *args: Any, **how: Any) -> Any:
+            revision = how["revision"] if "revision" in how else args[-1]
+            asked_for.append((name, path == str(base), revision))
+            return found(path, *args, **how)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(models, "load_config")
+    watch(models, "load_model")
+    watch(weights, "files")
+    load(run, compared=True)
+    names = ("load_config", "load_model", "files")
+    assert set(asked_for) == {(name, *of) for name in names for of in ((True, "v2"), (False, None))}
 
 
 def test_prompts_of_a_batch_are_answered_as_each_alone(trained: Any):

@@ -236,10 +236,11 @@ def _read(path: str, base_model: str | None, bits: int | None, chat_template: st
         raise InputError(f"--base-model: {path} is a model and not an adapter; leave it out.")
     folder = path if result is None else str(result.folder)
     before = _trained_from(path, result) if compared else None
-    own = _whole(folder, folder, bits, chat_template)
+    tokenizer = _tokenizer(folder, None, chat_template)
+    own = _whole(folder, None, tokenizer, bits)
     if before is None:
         return own
-    first = _whole(before, folder, bits, chat_template)
+    first = _whole(*before, tokenizer, bits)
     return Unloaded([*first.known, *own.known], lambda: [*first.load(), *own.load()])
 
 
@@ -262,19 +263,18 @@ def _adapted(
     return Unloaded([base, own] if compared else [own], load)
 
 
-def _whole(path: str, tokenizer_path: str, bits: int | None, chat_template: str | None) -> Unloaded:
-    config = models.load_config(path, revision=None, trust_remote_code=False)
+def _whole(path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, bits: int | None) -> Unloaded:
+    config = models.load_config(path, revision=revision, trust_remote_code=False)
     refuse_if_any(quantization.problems(config, bits))
-    refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, None)))
-    tokenizer = _tokenizer(tokenizer_path, None, chat_template)
-    known = _known(path, config, tokenizer, end_tokens_of(config, path, revision=None))
+    refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, revision)))
+    known = _known(path, config, tokenizer, end_tokens_of(config, path, revision=revision))
 
     def load() -> list[Speaker]:
         device = torch.device("cuda" if bits and torch.cuda.is_available() else "cpu")
         model = models.load_model(
             path,
             config,
-            revision=None,
+            revision=revision,
             trust_remote_code=False,
             attention="auto",
             dtype=_dtype(models.stored_dtype(config)),
@@ -311,8 +311,8 @@ def _dtype(stored: torch.dtype) -> torch.dtype:
     return torch.float32 if is_slow else stored
 
 
-def _trained_from(path: str, result: Result | None) -> str:
-    """The model that a run trained all weights of.
+def _trained_from(path: str, result: Result | None) -> tuple[str, str | None]:
+    """The model that a run trained all weights of, and its revision.
 
     Raises:
         InputError: if nothing says what it was.
@@ -322,7 +322,8 @@ def _trained_from(path: str, result: Result | None) -> str:
             f"--compare: nothing says what {path} was trained from; give an adapter, or the output folder of a run."
         )
     try:
-        return str(yaml.safe_load(result.run.read_text(encoding="utf-8"))["config"]["model"]["path"])
+        model = yaml.safe_load(result.run.read_text(encoding="utf-8"))["config"]["model"]
+        return str(model["path"]), model["revision"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise InputError(
             f"--compare: {result.run} is not the record of a run ({type(error).__name__}: {error}); leave it out."
