@@ -24,7 +24,7 @@ from finetune.report.charts import MOST_POINTS, Point, charts_of, smoothed, thin
 from finetune.report.drawn import drawn, texts, ticks
 from finetune.report.memory_bars import memory_bars
 from finetune.report.run_read import RunRead, read_runs
-from finetune.report.tables import differences, state
+from finetune.report.tables import differences, state, summary
 from finetune.units import GIB
 
 SCRIPT = "<script>alert('x')</script>"
@@ -121,6 +121,15 @@ class Elements(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_a_last_step_without_a_finite_loss_is_not_told_by_an_earlier_one(tmp_path: Path):
+    lines = metrics(4)
+    lines[-1]["loss"] = None
+    ended = write(tmp_path / "ended", lines, record())
+    whole = write(tmp_path / "whole", metrics(4), record())
+    rows = {name: told for name, *told in summary(read_runs([whole, ended])).rows}
+    assert rows["loss of the last step"] == ["1.0000", "not finite"]
 
 
 def test_page_shows_data_as_text_and_loads_and_runs_nothing(run: Path):

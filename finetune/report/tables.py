@@ -1,5 +1,6 @@
 """Tables of a report: what runs were, what came of them, and in what their configurations differ."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ def summary(runs: Sequence[RunRead]) -> Table:
             "trained": [_trained(run) for run in runs],
             "launch": [_launch(run) for run in runs],
             "state": [state(run) for run in runs],
-            "loss of the last step": [_text(run.last("loss"), ".4f") for run in runs],
+            "loss of the last step": [_loss_of_last_step(run) for run in runs],
             "held-out loss": [_before_and_after(run, "eval_loss", ".4f") for run in runs],
             "exact match": [_before_and_after(run, "exact_match", ".1%") for run in runs],
             "trained tokens": [_text(run.total("tokens") or None, ",.0f") for run in runs],
@@ -124,6 +125,14 @@ def _before_and_after(run: RunRead, name: str, form: str) -> str:
     if not found:
         return _text(run.last(name), form)
     return f"{_text(found['before'], form)} before, {_text(found['after'], form)} after"
+
+
+def _loss_of_last_step(run: RunRead) -> str:
+    """Not that of the last step which had one: an earlier loss would hide how a run ended."""
+    found = run.course("loss")[-1:]
+    if not found or found[0][0] != run.steps[-1]["step"]:
+        return NOTHING
+    return f"{found[0][1]:.4f}" if math.isfinite(found[0][1]) else "not finite"
 
 
 def _peak(run: RunRead) -> str:
