@@ -428,6 +428,33 @@ def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
     assert max(map(len, table.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("most", "positions", "more", "said"),
+    [
+        (12, None, [], "(cut after 12 tokens; --max-new-tokens N for more)\n"),
+        (12, 20, [], "(cut after 5 tokens, where the 20 positions of the model end; a shorter prompt leaves more)\n"),
+        (12, 20, ["--compare"], "(cut after 5 tokens, where the 20 positions"),
+        (5, 20, [], "(cut after 5 tokens, where the 20 positions"),
+    ],
+)
+def test_what_cut_an_answer_is_said(
+    most: int,
+    positions: int | None,
+    more: list[str],
+    said: str,
+    trained: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lora = str(trained("lora"))
+    monkeypatch.setattr(models, "most_positions", lambda config: positions)
+    monkeypatch.setattr("finetune.generation.speaker.end_tokens_of", lambda *of, **how: ())
+    monkeypatch.setattr(Speaker, "_answer", lambda self, row: Answer("a", len(row), True))
+    capsys.readouterr()
+    assert main(["generate", lora, HELLO, *more, "--max-new-tokens", str(most)]) == 0
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_brackets_in_an_answer_are_no_markup_of_the_table(
     trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

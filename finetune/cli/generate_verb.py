@@ -96,7 +96,7 @@ def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> 
     if len(speakers) == 1 and not options.json:
         answer = speakers[0].streamed(asked[0], manner, say)
         print()
-        _tell_if_cut([answer], manner)
+        _tell_if_cut([_cut(speakers[0], asked[0], answer, manner)])
         return 0
     answers = [speaker.answers([tokens], manner)[0] for speaker, tokens in zip(speakers, asked)]
     if options.json:
@@ -106,13 +106,24 @@ def _answer_one(prompt: Prompt, options: argparse.Namespace, manner: Manner) -> 
     table = Table(*(escape(speaker.name) for speaker in speakers))
     table.add_row(*(escape(harmless(answer.text)) for answer in answers))
     Console().print(table)
-    _tell_if_cut(answers, manner)
+    _tell_if_cut([_cut(*each, manner) for each in zip(speakers, asked, answers)])
     return 0
 
 
-def _tell_if_cut(answers: Sequence[Answer], manner: Manner) -> None:
-    if any(answer.is_cut for answer in answers):
-        print(f"(cut after {manner.max_new_tokens} tokens; --max-new-tokens N for more)", file=sys.stderr)
+def _cut(speaker: Speaker, prompt: Sequence[int], answer: Answer, manner: Manner) -> str:
+    """Why an answer did not end by itself; nothing of one that did."""
+    if not answer.is_cut:
+        return ""
+    if speaker.positions is not None and len(prompt) + answer.tokens >= speaker.positions:
+        why = f", where the {speaker.positions:,} positions of the model end; a shorter prompt leaves more"
+    else:  # one that was interrupted is shorter
+        why = "; --max-new-tokens N for more" if answer.tokens >= manner.max_new_tokens else ""
+    return f"(cut after {answer.tokens} tokens{why})"
+
+
+def _tell_if_cut(sentences: Sequence[str]) -> None:
+    for sentence in filter(None, dict.fromkeys(sentences)):
+        print(sentence, file=sys.stderr)
 
 
 def _named(answers: Sequence[Answer]) -> dict[str, Any]:
