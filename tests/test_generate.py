@@ -262,14 +262,38 @@ def test_samples_follow_their_seed(trained: Any):
     assert drawn[0] != speaker.answers([prompt], TWELVE)[0]
 
 
-def test_what_the_model_says_of_sampling_does_not_make_an_answer_a_sample(tmp_path: Path):
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9},
+        {"repetition_penalty": 5.0},
+        {"encoder_repetition_penalty": 5.0},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"min_length": 60},
+        {"min_new_tokens": 12},
+    ],
+    ids=str,
+)
+def test_what_the_model_says_of_generation_does_not_change_the_most_likely_answer(own: dict[str, Any], tmp_path: Path):
     folder = build_model(tmp_path / "model")
     (first,) = load(folder)
-    (prompt,) = asked(first, HELLO)
-    own = {"do_sample": True, "temperature": 2.0, "top_k": 50, "top_p": 0.9}
+    (prompt,) = asked(first, "the red house the red house")
     (folder / "generation_config.json").write_text(json.dumps(own))
     (second,) = load(folder)
-    assert second.answers([prompt], TWELVE) == first.answers([prompt], TWELVE)
+    third = int(first._generate([prompt], TWELVE, None)[0, len(prompt) + 2])
+    for ends, manner in (((), Manner(30)), ((third,), TWELVE)):
+        before, after = (replace(speaker, end_tokens=ends) for speaker in (first, second))
+        assert after.streamed(prompt, manner, lambda piece: None) == before.answers([prompt], manner)[0]
+
+
+def test_a_model_that_searches_by_beams_is_sampled_token_by_token(tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4}))
+    (speaker,) = load(folder)
+    (prompt,) = asked(speaker, HELLO)
+    manner = Manner(12, temperature=1.0)
+    assert speaker.streamed(prompt, manner, lambda piece: None) == speaker.answers([prompt], manner)[0]
 
 
 def test_a_dialogue_asks_after_all_that_was_said_before_until_it_is_reset(trained: Any):

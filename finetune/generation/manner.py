@@ -5,6 +5,18 @@ from typing import Any
 
 from finetune.errors import refuse_if_any
 
+ONE: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
+"""Answer at a time, token by token."""
+UNCHANGED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+}
+"""Are the scores of tokens with these values."""
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -37,7 +49,10 @@ class Manner:
         refuse_if_any([sentence for sentence, is_wrong in wrong.items() if is_wrong])
 
     def arguments(self) -> dict[str, Any]:
-        """For ``generate`` of transformers; what a model's own generation_config.json says of sampling is left out."""
+        """For ``generate`` of transformers: they win over what a model's own generation_config.json says.
+
+        Samples are drawn with its penalties; the most likely answer is the one that has none.
+        """
         if self.temperature == 0:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | ONE | UNCHANGED
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0} | ONE
