@@ -40,6 +40,19 @@ def test_metrics_are_the_lines_of_the_file_by_their_steps(result: Any):
     assert result.metrics["eval_loss"].dropna().to_dict() == {3: lines[-1]["eval_loss"]}
 
 
+def test_metrics_before_the_first_step_are_an_empty_table_that_can_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    early = finetune.RunResult(tmp_path)
+    assert early.metrics.index.name == "step"
+    assert early.metrics["loss"].tolist() == []
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    axes = early.plot()
+    pyplot.close(axes.figure)
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[]]
+
+
 def test_record_is_run_yaml_and_final_holds_the_adapter(result: Any):
     assert result.record["eval_loss"]["after"] == lines_of(result)[-1]["eval_loss"]
     assert (result.final / "adapter_config.json").is_file()

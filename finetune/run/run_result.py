@@ -44,11 +44,12 @@ class RunResult:
 
     @property
     def metrics(self) -> "DataFrame":
-        """metrics.jsonl as a table with a row for each optimizer step, which is its index."""
+        """metrics.jsonl as a table with a row for each optimizer step, which is its index; empty before the first."""
         import pandas as pd
 
         lines = run_files.read_metrics(self.folder)[0]
-        return pd.DataFrame([lines[step] for step in sorted(lines)]).set_index("step")
+        rows = [lines[step] for step in sorted(lines)]
+        return pd.DataFrame(rows, columns=None if rows else ["step", "loss"]).set_index("step")
 
     def plot(self, axes: "Axes | None" = None, *, label: str = "training") -> "Axes":
         """Draw the loss over the optimizer steps, and the held-out loss where there is one; returns the axes.
