@@ -431,6 +431,32 @@ def test_rows_of_a_file_come_back_in_their_order_with_their_answers(
     assert len(output.read_text().splitlines()) == 5
 
 
+def test_a_row_keeps_its_own_answer_beside_that_of_the_model(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    lora, file = str(trained("lora")), tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": "a", "answer": 4, "base_answer": 5}, {"prompt": "a", "own_answer": 6}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Speaker, "answers", lambda self, prompts, manner: [Answer("b", 1, False)] * len(prompts))
+    capsys.readouterr()
+    assert main(["generate", lora, "--prompts", str(file)]) == 0
+    own = [{**rows[0], "own_answer": 4, "answer": "b"}, {**rows[1], "answer": "b"}]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == own
+    assert main(["generate", lora, "--prompts", str(file), "--compare"]) == 0
+    both = [own[0] | {"own_base_answer": 5, "base_answer": "b"}, own[1] | {"base_answer": "b"}]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == both
+
+
+def test_a_row_that_has_no_key_left_for_its_own_answer_is_refused_before_weights_load(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "answer": 4, "own_answer": 5}) + "\n")
+    assert main(["generate", str(base), "--prompts", str(file)]) == 2
+    assert f"{file}:1: the row has the keys `answer` and `own_answer`" in capsys.readouterr().err
+
+
 def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
     trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

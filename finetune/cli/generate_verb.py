@@ -20,6 +20,12 @@ from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
 from finetune.generation.speaker import Answer, Speaker, columns_of, load_speakers
+from finetune.scoring.task_rows import shortened
+
+_ANSWERS = ("answer", "base_answer")
+"""Keys of the answers to a row: that of the model, and that of the one that it was trained from."""
+_OWN = "own_"
+"""Before the name of a row's own key that has the name of one of these."""
 
 
 def manner_of(options: argparse.Namespace) -> Manner:
@@ -53,6 +59,7 @@ def generate(options: argparse.Namespace) -> int:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
     prompts = read_prompts(options.prompts, columns_of(options.model))
+    refuse_if_any(shortened(_lost_keys(prompts, _ANSWERS[: 1 + options.compare]), "kept as they are"))
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
@@ -65,7 +72,7 @@ def generate(options: argparse.Namespace) -> int:
             batch = slice(begin, begin + options.batch_size)
             answers = [speaker.answers(tokens[batch], manner) for speaker, tokens in zip(speakers, asked)]
             for prompt, *said in zip(prompts[batch], *answers):
-                row = prompt.record | _named(said)
+                row = _beside(prompt.record, _named(said))
                 print(json.dumps(row, ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
@@ -126,11 +133,25 @@ def _tell_if_cut(sentences: Sequence[str]) -> None:
         print(sentence, file=sys.stderr)
 
 
-def _named(answers: Sequence[Answer]) -> dict[str, Any]:
-    found = {"answer": answers[-1].text}
-    if len(answers) > 1:
-        found["base_answer"] = answers[0].text
-    return found
+def _named(answers: Sequence[Answer]) -> dict[str, str]:
+    return dict(zip(_ANSWERS, (answer.text for answer in reversed(answers))))
+
+
+def _lost_keys(prompts: Sequence[Prompt], names: Sequence[str]) -> list[str]:
+    """Rows whose own keys have the names of answers, and of what is kept of a row beside them, as sentences."""
+    return [
+        f"{prompt.source}: the row has the keys `{name}` and `{_OWN}{name}`, and the former is kept under the name of "
+        "the latter; rename one of them."
+        for prompt in prompts
+        for name in names
+        if {name, _OWN + name} <= set(prompt.record)
+    ]
+
+
+def _beside(record: dict[str, Any], answers: dict[str, str]) -> dict[str, Any]:
+    """A row with its answers; what it has under their names is kept under others."""
+    own = {_OWN + name: record[name] for name in answers if name in record}
+    return record | own | answers
 
 
 @contextmanager
