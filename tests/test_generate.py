@@ -226,6 +226,19 @@ def test_answers_end_at_the_tokens_of_the_model_and_at_that_of_the_tokenizer(bas
     assert speaker.end_tokens == (1, 7, 9)
 
 
+def test_answers_end_where_the_template_ends_a_turn_though_no_file_says_so(base: Path, tmp_path: Path):
+    """As in base models whose files name the end of a text alone, and whose template ends turns with another token."""
+    folder = shutil.copytree(base, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    of_turn = tokenizer.eos_token
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", f"'{of_turn}'")
+    tokenizer.save_pretrained(folder)
+    ends = {tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", of_turn)}
+    (speaker,) = load(folder)
+    assert ends <= set(speaker.end_tokens)
+
+
 def test_text_is_given_piece_by_piece_as_it_is_made(trained: Any):
     (speaker,) = load(trained("full"))
     (prompt,) = asked(speaker, HELLO)

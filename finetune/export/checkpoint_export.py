@@ -19,6 +19,7 @@ from finetune.checkpoint.reader import Checkpoint, open_checkpoint
 from finetune.checkpoint.resuming import weight_problems
 from finetune.config import sections
 from finetune.data.named_templates import NAMED
+from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import adapter, adapter_start, new_tokens
@@ -78,7 +79,8 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
             adapter.save(temporary, model, state, beginning=beginning)
         else:
             model = cast(Any, model).to(dtype)  # what its config.json will tell
-            models.stop_at(model, tokenizer.eos_token_id)
+            for token in (tokenizer.eos_token_id, end_of_turn(tokenizer)):
+                models.stop_at(model, token)
             model.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")

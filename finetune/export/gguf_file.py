@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from finetune.data.template_process import end_of_turn
 from finetune.errors import InputError, refuse_if_any
 from finetune.export.gguf_vocabulary import Vocabulary, vocabulary_of
 from finetune.export.results import result_at
@@ -62,7 +63,8 @@ def write_gguf(path: Path, file: Path, *, dtype: str = "bf16") -> dict[str, Any]
     files = weights.files(folder, None)
     refuse_if_any(weights.problems(models.without_weights(config, False), files))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ends = end_tokens_of(config, folder, revision=None)
+    ends, of_turn = end_tokens_of(config, folder, revision=None), end_of_turn(tokenizer)
+    ends = ends if of_turn is None or of_turn in ends else (*ends, of_turn)
     vocabulary = vocabulary_of(tokenizer, config.get_text_config().vocab_size, ends)
     temporary = file.with_name(file.name + ".tmp")
     try:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from finetune.data.template_process import end_of_turn
 from finetune.distributed import prepare_import
 from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.export import adapted_model, adapter_source, comparison
@@ -110,7 +111,8 @@ def merge(
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
         merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
-        models.stop_at(merged, tokenizer.eos_token_id)
+        for token in (tokenizer.eos_token_id, end_of_turn(tokenizer)):
+            models.stop_at(merged, token)
         with _writing(folder):
             merged.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)

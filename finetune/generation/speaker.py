@@ -15,7 +15,7 @@ from finetune.compat.peft_private import adapter_off
 from finetune.data.columns import Columns
 from finetune.data.named_templates import problems
 from finetune.data.prompt_texts import Prompt, room_problems, texts_of, tokens_of
-from finetune.data.template_process import TemplateProcess
+from finetune.data.template_process import TemplateProcess, end_of_turn
 from finetune.distributed.strategy import native_precision
 from finetune.errors import InputError, refuse_if_any
 from finetune.export import adapted_model, adapter_source
@@ -46,7 +46,8 @@ class Known:
     name: str
     tokenizer: PreTrainedTokenizerBase
     end_tokens: tuple[int, ...]
-    """At which an answer ends: those of the model's files, and the tokenizer's own, as in training."""
+    """At which an answer ends: those of the model's files, the tokenizer's own, and the one that ends the turns of its
+    template, which is trained."""
     positions: int | None
     """Of prompt and answer together, at most; None for a model without limit."""
 
@@ -290,7 +291,7 @@ def _whole(path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _known(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> Known:
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    own = [token for token in (tokenizer.eos_token_id, end_of_turn(tokenizer)) if token is not None]
     return Known(name, tokenizer, tuple(sorted({*ends, *own})), models.most_positions(config.get_text_config()))
 
 
