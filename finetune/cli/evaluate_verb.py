@@ -100,7 +100,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _created(output: Path | None) -> Iterator[TextIO | None]:
-    """The file, made before the first answer, and removed if there are no scores; None for none.
+    """The file, made before the first answer, and removed if it does not become whole; None for none.
 
     Raises:
         InputError: if it cannot be created.
