@@ -309,7 +309,8 @@ def test_merge_refuses_a_base_or_an_adapter_with_a_nan_and_a_base_that_lacks_a_t
 
     changes = {"adapter__type": "lora", "train__steps": 1}
     sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
-    read = lambda: adapter_source.read(tmp_path / "run", base_model=None, bits=None)  # noqa: E731
+    base = str(folder)  # named, so that one with other weights than the run's is looked at
+    read = lambda: adapter_source.read(tmp_path / "run", base_model=base, bits=None)  # noqa: E731
     assert read().base == str(folder)
     whole = (folder / weight_files.ONE_FILE).read_bytes()
     change(folder, lambda state: state[UP][7].fill_(float("nan")))
