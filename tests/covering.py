@@ -1,4 +1,4 @@
-"""Which points of a matrix of settings the tests of every commit run, and which are left to `make prove`.
+"""Which points of a matrix of settings are left to `make prove`; of proven matrices ``thinning`` leaves it more.
 
 A covering array of strength two: each pair of values of any two axes that occurs in the matrix occurs in one of the
 points kept. For example, of 10 strategies x 3 x 3 x 6 choices about 60 points hold every pair, where 540 hold every

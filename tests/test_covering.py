@@ -1,4 +1,4 @@
-"""The points that every commit tests hold every pair of settings; what is left out is a triple or more."""
+"""The points that are not left to `make prove` at first hold every pair of settings."""
 
 from typing import Any
 

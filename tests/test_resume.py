@@ -133,8 +133,8 @@ def name_of(value: Any) -> str:
 
 
 def is_kept(method: str, before: Launch, after: Launch) -> bool:
-    """Whether every commit tests a pair: each launch writes for the next one, with adapters every second. So with every
-    method each launch writes a checkpoint or reads one of another; `make prove` runs all pairs.
+    """Whether `make test` may run a pair, of which ``thinning`` chooses: each launch writes for the next one, with
+    adapters every second. So each launch writes a checkpoint or reads one of another; `make prove` runs all pairs.
     """
     launches = launches_of(method)
     place = launches.index(before)
