@@ -34,6 +34,7 @@ from finetune.distributed.weight_copies import compute_with_copies
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.models.pipeline_order import Order
+from finetune.models.quantization import keep_partitioned
 from finetune.optim.averaging import keep_averages
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -285,6 +286,7 @@ def prepare(
             pipeline.with_copies = with_copies
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
+        keep_partitioned(model)
     if pipeline:
         pipeline.begin(model)
     with _without_chatter():

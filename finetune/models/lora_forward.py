@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from finetune.compat.torch_private import current_backward
 from finetune.models import fp8
+from finetune.models.quantization import dequantised
 
 
 def write_once(model: torch.nn.Module) -> None:
@@ -191,7 +192,7 @@ class _Adapted(torch.autograd.Function):
                 of_x = fp8.gradient_of_input(of_out_TO, weight, scales_O1)
                 of_x = of_x if known_TI is None else known_TI.add_(of_x)
             else:
-                weight_OI = weight if ctx.quantised is None else _dequantised(weight, ctx.quantised, of_out.dtype)
+                weight_OI = weight if ctx.quantised is None else dequantised(weight, ctx.quantised, of_out.dtype)
                 of_x = of_out_TO @ weight_OI if known_TI is None else known_TI.addmm_(of_out_TO, weight_OI)
             of_x = of_x.addmm_(of_small_TR, a_RI).view(x.shape)
             if ctx.gradient:
@@ -200,13 +201,6 @@ class _Adapted(torch.autograd.Function):
         of_a = of_small_TR.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_b = of_out_TO.t() @ small_TR if ctx.needs_input_grad[2] else None
         return of_x, of_a, of_b, None, None, None, None
-
-
-def _dequantised(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
-    import bitsandbytes.functional
-
-    found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.view(-1, 1), state)
-    return found.to(dtype)
 
 
 def _product_added_to(self: Any, x: torch.Tensor, frozen: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,8 @@ other weight to fp32 costs 2 GiB for an 8B model and makes its whole residual st
 fp32 in any case; and the gradient hook on the embedding serves reentrant checkpointing, which is not used.
 """
 
+import sys
+import types
 from typing import Any
 
 import torch
@@ -158,3 +160,46 @@ def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 weight: Any = layer.weight
                 weight.data = weight.data.view(-1).view(dtype).view(-1, 1)
                 layer.quant_storage = weight.quant_storage = dtype
+
+
+def keep_partitioned(model: torch.nn.Module) -> None:
+    """Have layers in 4 bits keep no gathered weights for the backward pass, before which ZeRO-3 gathers them again.
+
+    bitsandbytes keeps the values that it has multiplied by: once the forward pass is over, the whole model, also with
+    recomputed activations. Autograd keeps the parameter, whose values ZeRO-3 takes away and brings back.
+    """
+    if "bitsandbytes" in sys.modules:  # else no layer is one of its own
+        from bitsandbytes.nn import Linear4bit
+
+        for layer in model.modules():
+            if isinstance(layer, Linear4bit) and not (layer.bias is not None and layer.bias.requires_grad):
+                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _Product.apply(x, self.weight, self)
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """What a layer in 4 bits computes, of whose weight the parameter is kept, not the values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+        found: torch.Tensor = type(layer).forward(layer, x)
+        ctx.save_for_backward(weight)
+        ctx.state = layer.weight.quant_state
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return of_out @ dequantised(weight, ctx.state, of_out.dtype), None, None
+
+
+def dequantised(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a weight in 4 bits."""
+    import bitsandbytes.functional
+
+    found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.view(-1, 1), state)
+    return found.to(dtype)
