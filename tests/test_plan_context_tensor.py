@@ -273,6 +273,6 @@ def test_adapters_of_experts_have_no_plan():
     config = MODEL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     setting = replace(SPREAD, adapter="lora")
     with Tracer(config, row_tokens=TOKENS) as tracer:
-        with pytest.raises(InputError, match=r"cp_tp does not shard adapters of experts .* use the strategy file tp"):
+        with pytest.raises(InputError, match=r"cp_tp does not shard adapters of experts .* use the strategy file cp"):
             tracer.step(setting)
         assert tracer.step(replace(setting, targets=("q_proj",))).trained()

@@ -78,7 +78,7 @@ TINY_MIXTURE = TINY | {"model_type": "mixtral", "num_hidden_layers": 2, "vocab_s
     [
         ({"model_type": "perceptron"}, "model_type is 'perceptron', which is no model that transformers knows"),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
-        ({"hidden_size": 64}, "model_type is None"),
+        ({"hidden_size": 64}, "config.json: it has no model_type; give the config.json of a model"),
         ({"model_type": "t5"}, "does not make a causal language model"),
         ({"model_type": "gemma3", "text_config": 3}, "Field 'text_config' with value 3"),
         (TINY | {"hidden_size": 50}, "hidden size (50) is not a multiple of the number of attention heads (8)"),

@@ -199,7 +199,7 @@ def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
 
 
 def _nearest(key: str, config_class: type[BaseModel]) -> str:
-    keys = [k for k, _ in _fields(config_class)] + list(config_class.model_fields)
+    keys = [k for k, _ in _fields(config_class)] + ([] if "." in key else list(config_class.model_fields))
     same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
     close = same_name or difflib.get_close_matches(key, keys, n=1)
     return f"did you mean {close[0]}? Otherwise " if close else ""

@@ -228,9 +228,10 @@ def shard_problems(strategy: str, bundled: Sequence[str]) -> list[str]:
     """
     if not bundled:
         return []
+    other = whole_layers(strategy) if strategy in TOGETHER else SHARDED_PARTS[strategy]
     return [
         f"{strategy} does not shard adapters of experts ({bundled[0]}); set adapter.targets to other layers, or use "
-        f"the strategy file {SHARDED_PARTS[strategy]}."
+        f"the strategy file {other}."
     ]
 
 

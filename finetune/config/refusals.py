@@ -19,6 +19,11 @@ def batch_problems(global_batch_size: int, micro_batch_size: int, world_size: in
         return []
     below, above = global_batch_size // unit * unit, (global_batch_size // unit + 1) * unit
     nearest = f"{below} or {above}" if below else f"{above}"
+    if micro_batch_size == 1:
+        return [
+            f"train.global_batch_size {global_batch_size} rows cannot be shared equally by {world_size} processes; set "
+            f"it to {nearest}."
+        ]
     return [
         f"train.global_batch_size {global_batch_size} does not divide into micro-batches of {micro_batch_size} rows on "
         f"{world_size} process{'es' if world_size > 1 else ''} ({unit} rows at a time); set it to {nearest}, or change "

@@ -119,6 +119,8 @@ def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """
     known, kind = dict(fields), fields.get("model_type")
     known.pop("model_type", None)
+    if kind is None:
+        raise InputError("config.json: it has no model_type; give the config.json of a model.")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: model_type is {kind!r}, which is no model that transformers knows (version "
