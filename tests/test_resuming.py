@@ -20,6 +20,7 @@ from finetune.errors import InputError, RunStopped
 from finetune.models import loading
 from finetune.output import run_files
 from finetune.output.run_files import finished_steps
+from finetune.run import result
 from finetune.training import loss
 from recipes import sft
 
@@ -292,6 +293,23 @@ def test_checkpoint_of_another_folder_does_not_replace_a_run(resume, finished: P
     assert {path: path.stat().st_mtime_ns for path in killed.rglob("*")} == before
 
 
+def test_checkpoints_on_another_disk_behind_a_link_are_the_runs_own(resume, killed: Path, tmp_path: Path):
+    (killed / "checkpoints").rename(tmp_path / "large-disk")
+    (killed / "checkpoints").symlink_to(tmp_path / "large-disk")
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+    assert steps_saved(killed)[-1] == "step-00000006"
+
+
+def test_checkpoints_that_are_links_each_are_refused_and_stay(resume, killed: Path, tmp_path: Path, no_weights: None):
+    newest = killed / "checkpoints" / "step-00000004"
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="step-00000004 is a link, and a run writes and removes"):
+        resume()
+    assert newest.is_symlink()
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) == 6
+
+
 def test_checkpoint_that_was_renamed_is_not_deleted(resume, killed: Path):
     shutil.rmtree(killed / "checkpoints" / "step-00000002")
     (killed / "checkpoints" / "step-00000004").rename(killed / "checkpoints" / "step-00000004-good")
@@ -469,18 +487,18 @@ def test_disk_that_is_full_for_a_while_costs_a_checkpoint_and_neither_the_run_no
 def test_result_that_cannot_be_written_is_said_with_where_to_go_on(
     small_disk: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    original = run_files.save_final
+    original = result.write
 
     def save(*arguments: Any, **manner: Any) -> None:
         fill(small_disk)
         original(*arguments, **manner)
 
-    monkeypatch.setattr(run_files, "save_final", save)
+    monkeypatch.setattr(result, "write", save)
     settings = {**EVERY, "train__steps": 2}
     with pytest.raises(RunStopped, match=r"final could not be written .*--checkpoint\.resume auto"):
         sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
     (small_disk / "filler").unlink()
-    monkeypatch.setattr(run_files, "save_final", original)
+    monkeypatch.setattr(result, "write", original)
     settings["checkpoint__resume"] = "auto"
     sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
     assert finished_steps(small_disk / "run") == 2

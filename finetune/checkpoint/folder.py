@@ -51,6 +51,12 @@ def in_place(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
+def linked(folder: Path) -> list[Path]:
+    """Links with the name of a checkpoint, oldest first."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(e for e in entries if STEP.fullmatch(e.name) and e.is_symlink())
+
+
 def unfinished(folder: Path) -> list[Path]:
     """Folders being written or removed, or left over from a killed run."""
     entries = folder.iterdir() if folder.is_dir() else ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune import distributed
-from finetune.checkpoint.folder import checkpoints_of
+from finetune.checkpoint.folder import checkpoints_of, linked
 from finetune.checkpoint.reader import Checkpoint, newest, open_all, open_checkpoint
 from finetune.errors import InputError
 from finetune.units import GIB
@@ -22,11 +22,16 @@ def look_for(resume: str, run: Path) -> tuple[Checkpoint | None, list[str]]:
         run: output folder of this run.
 
     Raises:
-        InputError: if there are checkpoints, or a folder was named, and none is complete.
+        InputError: if there are checkpoints, or a folder was named, and none is complete; or if some are links.
     """
     if resume == "none":
         return None, []
     if resume == "auto":
+        if links := linked(checkpoints_of(run)):
+            raise InputError(
+                f"{links[-1]} is a link, and a run writes and removes its checkpoints in their place; move the folder "
+                "back, or make a link of the whole folder of checkpoints."
+            )
         found, passed_over = newest(run)
         if found is None and passed_over:
             raise InputError([NONE_LEFT.format(run=run), *passed_over])
@@ -72,7 +77,7 @@ def chosen(resume: str, run: Path, strategy: distributed.Strategy, *, say: Calla
 
 def is_own(checkpoint: Checkpoint, run: Path) -> bool:
     """Whether a checkpoint is in this output folder."""
-    return run.resolve() in checkpoint.path.resolve().parents
+    return checkpoints_of(run).resolve() == checkpoint.path.resolve().parent  # which may lie on another disk
 
 
 def describe_newest(run: Path) -> str:

@@ -281,7 +281,7 @@ def save_final(
     card: str | None,
     record: dict[str, Any],
 ) -> None:
-    """Write final/: the model as transformers loads it, or its adapter as PEFT does; complete or absent.
+    """Write run.yaml, and final/: the model as transformers loads it, or its adapter as PEFT does; complete or absent.
 
     Every process calls it and runs through both iterables, whose gathering is collective; the main process,
     which alone has a ``card``, writes. An adapter is read back and held against the model before it takes its place.
@@ -306,6 +306,7 @@ def save_final(
             state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtype, copy=True)
     if card is not None:
         try:
+            write_run(folder, record)  # before final/, whose name stands for a run that is finished
             shutil.rmtree(temporary, ignore_errors=True)
             if adapter_alone:
                 adapter.save(temporary, model, state, beginning=beginning)

@@ -94,8 +94,6 @@ def write(
         RunStopped: if what was written is not what was trained, or nothing could be written.
     """
     written, is_main = record.as_dict(), accelerator.is_main_process
-    if is_main:  # before final/, whose name stands for a run that is finished
-        run_files.write_run(folder, written)
     with distributed.main_process_writes(), distributed.trained_everywhere(model):
         run_files.save_final(
             folder,
