@@ -79,8 +79,7 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
             adapter.save(temporary, model, state, beginning=beginning)
         else:
             model = cast(Any, model).to(dtype)  # what its config.json will tell
-            for token in (tokenizer.eos_token_id, end_of_turn(tokenizer)):
-                models.stop_at(model, token)
+            models.stop_at(model, tokenizer.eos_token_id, end_of_turn(tokenizer))
             model.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")

@@ -111,8 +111,7 @@ def merge(
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
         merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
-        for token in (tokenizer.eos_token_id, end_of_turn(tokenizer)):
-            models.stop_at(merged, token)
+        models.stop_at(merged, tokenizer.eos_token_id, end_of_turn(tokenizer))
         with _writing(folder):
             merged.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)

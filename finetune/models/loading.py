@@ -297,12 +297,13 @@ def load_model(
     return model
 
 
-def stop_at(model: PreTrainedModel, token: int | None) -> None:
-    """Have generation stop at one more token, the tokenizer's own, beside those that the model's files name."""
-    known = model.generation_config.eos_token_id
-    ends = [] if known is None else [known] if isinstance(known, int) else list(known)
-    if token is not None and token not in ends:
-        model.generation_config.eos_token_id = [*ends, token] if ends else token
+def stop_at(model: PreTrainedModel, *tokens: int | None) -> None:
+    """Have generation stop at more tokens, the tokenizer's own, beside those that the model's files name."""
+    for token in tokens:
+        known = model.generation_config.eos_token_id
+        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
+        if token is not None and token not in ends:
+            model.generation_config.eos_token_id = [*ends, token] if ends else token
 
 
 def shape(model: PreTrainedModel) -> dict[str, int]:

@@ -35,6 +35,7 @@ from finetune.data.batches import Batch, Batches, Inputs, describe_batch
 from finetune.data.rows import Rows
 from finetune.data.sampler import micro_batches
 from finetune.data.streaming import Stream
+from finetune.data.template_process import end_of_turn
 from finetune.errors import RunInterrupted, RunStopped, refuse_if_any
 from finetune.models import loading, weights
 from finetune.models.flops import training_flops
@@ -127,8 +128,7 @@ class Session:
             self.cfg = self.cfg.model_copy(update={"train": sizes.written_into(self.cfg.train)})
             self.batches.micro_batch_size = sizes.micro_batch_size
             self.plan = planned.plan
-            template = self.tokenizer.chat_template
-            known = self.cfg, self.launch, self.spec
+            known, template = (self.cfg, self.launch, self.spec), self.tokenizer.chat_template
             self.record = opening.new_record(*known, fingerprints, template, self.batches, self.held_out, self.plan)
             for line in opening.introduction(*known, self.batches, self.held_out, planned.lines):
                 self.screen.say(line)
@@ -158,7 +158,7 @@ class Session:
         if device != self.accelerator.device:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
         model, self.beginning = model_setup.load_model(*launched, self.spec, cfg.adapter, train, device)
-        loading.stop_at(model, self.tokenizer.eos_token_id)
+        loading.stop_at(model, self.tokenizer.eos_token_id, end_of_turn(self.tokenizer))
         self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed, fillers=1 + self.batches.paired)
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
