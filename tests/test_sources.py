@@ -378,7 +378,7 @@ def test_subset_or_split_of_files_is_refused_saying_what_is_there_and_how_to_nam
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.jsonl").write_bytes(JSONL)
     path = str(tmp_path / place)
-    for source in (Source(path, split="test"), Source(path, subset="main")):
+    for source in (Source(path, split="test"), Source(path, split="train"), Source(path, subset="main")):
         [problem] = problems([source])
         assert f"for hub datasets, but this is {what}" in problem
         assert f"{tmp_path / 'data'}/data/train-*.parquet" in problem

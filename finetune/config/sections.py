@@ -116,14 +116,14 @@ class DataSource(Section):
     """How often each of its rows is used per epoch: 2 means twice, 0.5 means about half of the rows, chosen by hash."""
     subset: str | None = None
     """Configuration of a hub dataset."""
-    split: str = "train"
-    """Split of a hub dataset."""
+    split: str | None = None
+    """Split of a hub dataset; without it, train."""
 
 
 class Data(Section):
     train: str | Annotated[list[str | DataSource], Field(min_length=1)]
-    """Training data: a file (.jsonl, .json, .parquet, .csv, .tsv or .txt, optionally compressed as .gz or .zst), a
-    glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
+    """Training data: a file (.jsonl, .ndjson, .json, .csv, .tsv or .txt, also compressed as .gz or .zst, or .parquet),
+    a glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
     keys path, weight, subset and split."""
     eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Held-out data: never trained on, used for eval_loss and for the answers to eval.prompts. Sources as for train, or

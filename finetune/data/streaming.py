@@ -76,7 +76,7 @@ class Stream:
             raise InputError(str(error)) from error
         refuse_if_any(self._unknown_columns(optional=False))
         rows = [[row.tokens.tolist(), row.spans] for row in self.first_window]
-        names = [[entry.path, entry.subset, entry.split, entry.weight, extent(entry)] for entry in entries]
+        names = [[entry.path, entry.subset, entry.hub_split, entry.weight, extent(entry)] for entry in entries]
         self.fingerprint = key_of([names, vars(settings), rows])
         """Hash of what is read, as far as it is known before: names, sizes, settings, and the first window."""
         self._places = self._shuffled(windows)

@@ -39,8 +39,13 @@ class Source:
     """Its share when sources are mixed; not used here."""
     subset: str | None = None
     """Configuration of a hub dataset."""
-    split: str = "train"
-    """Split of a hub dataset."""
+    split: str | None = None
+    """Split of a hub dataset, if one is named."""
+
+    @property
+    def hub_split(self) -> str:
+        """Split of a hub dataset that is read."""
+        return self.split or "train"
 
 
 def named_sources(entries: str | float | Iterable[str | Iterable[tuple[str, Any]]] | None) -> list[Source]:
@@ -143,7 +148,7 @@ def problems(sources: Sequence[Source]) -> list[str]:
         except InputError as error:
             found += error.problems
             continue
-        if source.subset is not None or source.split != "train":
+        if source.subset is not None or source.split is not None:
             found.append(_not_of_the_hub(source.path))
     return found
 
@@ -178,7 +183,7 @@ def identity(sources: Sequence[Source]) -> list[Any]:
         if is_hub_dataset(source.path):
             from finetune.data.sources.hub import commit
 
-            known.append([source.path, source.subset, source.split, commit(source.path, source.subset)])
+            known.append([source.path, source.subset, source.hub_split, commit(source.path, source.subset)])
             continue
         stats = [(file, os.stat(file)) for file in data_files(source.path)]
         known.append([[file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats])
