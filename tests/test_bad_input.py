@@ -10,7 +10,7 @@ import pytest
 import scenarios
 import tiny
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import distributed
 from finetune.distributed.launch_environment import launched_as
@@ -264,6 +264,23 @@ def test_sampling_settings_of_the_base_model_do_not_keep_the_result_from_being_s
     sft.main(scenarios.configuration(folder, conversations, tmp_path / "out", train__steps=1))
     saved = json.loads((tmp_path / "out" / "final" / "generation_config.json").read_text())
     assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
+
+
+@pytest.mark.trains
+def test_result_of_a_base_whose_files_name_another_end_stops_where_its_template_ends_a_turn(
+    tmp_path: Path, conversations: Path
+):
+    """As Qwen 2.5's base models do."""
+    folder = tiny.build_model_folder(tmp_path / "model")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.eos_token = "<|im_start|>"
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": other}))
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "out", train__steps=1))
+    saved = json.loads((tmp_path / "out" / "final" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [other, end]
 
 
 @pytest.mark.parametrize("tampering", ["wrapped twice", "a process missing"])

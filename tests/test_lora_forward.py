@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,26 @@ def test_loss_and_gradients_are_those_of_peft(bits: int | None) -> None:
     bound = 2e-2 if bits == 8 else 2e-6
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound * float(gradient.abs().max()))
+
+
+def test_a_base_in_4_bits_is_read_again_for_the_backward_pass_as_zero_3_has_to_gather_it_again() -> None:
+    model, expecting = adapted(4, torch.float32), adapted(4, torch.float32)
+    quantization.keep_partitioned(model)
+    layers = [each for each in model.modules() if isinstance(each, bitsandbytes.nn.Linear4bit)]
+
+    def replace_values(*_: Any) -> None:
+        for layer in layers:
+            passed = layer.weight.data
+            layer.weight.data = passed.clone()
+            passed.zero_()  # what is kept of the forward pass is worth nothing
+
+    model.register_forward_hook(replace_values)
+    (loss, gradients), (expected_loss, expected) = map(step, (model, expecting))
+    assert len(layers) == 14
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    assert len(expected) == 28
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
 
 
 class Sums(TorchDispatchMode):
