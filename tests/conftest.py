@@ -194,9 +194,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if file in ALONE:
             item.add_marker("alone")
-        if file in MATRICES and on_ranks and not item.get_closest_marker("prove"):
+        if file in MATRICES and not item.get_closest_marker("prove"):
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            of_matrices[file].append((item, (item.originalname, parameters)))
+            of_matrices[file, on_ranks].append((item, (item.originalname, parameters)))
     for points in of_matrices.values():
         kept = thinning.kept([point for _, point in points])
         for place, (item, _) in enumerate(points):

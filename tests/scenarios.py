@@ -15,6 +15,11 @@ STEPS, PROVEN_STEPS = 10, 20
 ROWS_PER_STEP = 8
 
 
+def point_id(point: tuple[Any, ...]) -> str:
+    """Of a point of a matrix, in the name of a test: ``ddpx2-fp32-adamw``, where a launch is ``("ddp", 2)``."""
+    return "-".join("x".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in point)
+
+
 def configuration(model: Path, train: Path, output: Path, **changes: Any) -> Any:
     """The parity configuration of the recipe; changes are ``section__key=value``."""
     from recipes.sft import Config

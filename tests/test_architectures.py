@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from covering import thinned
 from full_trace import full_trace
 from plan_models import CONFIGS
 from test_families import EXPERTS, FAMILIES, MIXTURES, SIZES
+from thinning import thinned
 from tracing import begun, traced_step
 
 from finetune.models.loading import config_from, without_weights

@@ -16,7 +16,6 @@ import balancing
 import pytest
 import scenarios
 import tiny
-from covering import covered
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from ranks import STRATEGY_FILES
 
@@ -106,7 +105,7 @@ def run(
     return scenarios.read_metrics(folder / "run")
 
 
-@pytest.mark.parametrize("cell", covered(TRAINED))
+@pytest.mark.parametrize("cell", TRAINED, ids=scenarios.point_id)
 def test_cell_trains_with_the_losses_of_one_process(
     cell: Cell, ranks: Any, models: dict[str, Path], conversations: Path, tmp_path: Path, references: dict[Any, Any]
 ):
@@ -125,7 +124,7 @@ def test_cell_trains_with_the_losses_of_one_process(
     assert_parity(metrics, references[key], FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("cell", covered(REFUSED))
+@pytest.mark.parametrize("cell", REFUSED, ids=scenarios.point_id)
 def test_cell_is_refused_with_its_sentence_before_weights_load(
     cell: Cell, weights_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,10 +11,10 @@ import pytest
 import scenarios
 import torch
 import yaml
-from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from safetensors.torch import load_file
 from test_not_finite import CONSTANT, train_with, with_gradients_of_nan
+from thinning import thinned
 from torch.optim.swa_utils import AveragedModel
 
 from finetune import distributed

@@ -11,10 +11,10 @@ import pytest
 import scenarios
 import sharing
 import torch
-from covering import thinned
 from parity import BF16_TOLERANCE, FP32_TOLERANCE, OF_MIXTURES, assert_parity, assert_really_active
 from safetensors.torch import load_file
 from test_families import MIXTURES
+from thinning import thinned
 
 from finetune.output.run_files import read_run
 from finetune.training.router_balance import FIGURE

@@ -77,29 +77,11 @@ def run(ranks: Any, conversations: Path, tmp_path_factory: pytest.TempPathFactor
     return train
 
 
-def points() -> list[Any]:
-    """Every pair of a family and a launch; of each family one launch in turn is kept for every commit."""
-    return [
-        pytest.param(
-            family,
-            *launch,
-            marks=[] if place % len(LAUNCHES) == number else [pytest.mark.prove],
-            id=f"{family}-{launch[0]}",
-        )
-        for place, family in enumerate(FAMILIES)
-        for number, launch in enumerate(LAUNCHES)
-    ]
-
-
-@pytest.mark.parametrize(("family", "strategy", "world_size"), points())
+@pytest.mark.parametrize(
+    ("family", "strategy", "world_size"), [(family, *launch) for family in FAMILIES for launch in LAUNCHES]
+)
 def test_family_trains_under_a_strategy_as_on_one_process(family: str, strategy: str, world_size: int, run: Any):
     expected, metrics = run.reference(family), run(family, strategy, world_size)
     assert len(metrics) == STEPS
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert_parity(metrics, expected, FP32_TOLERANCE)
-
-
-def test_every_family_and_every_launch_is_kept_for_every_commit():
-    kept = [point.values for point in points() if not point.marks]
-    assert {family for family, *_ in kept} == set(FAMILIES)
-    assert {strategy for _, strategy, _ in kept} == {name for name, _ in LAUNCHES}

@@ -8,10 +8,10 @@ import scenarios
 import torch
 import torch.nn.functional as F
 import yaml
-from covering import thinned
 from parity import assert_really_active
 from test_fused import model_of
 from test_lora_forward import adapted
+from thinning import thinned
 from transformers import PreTrainedModel
 
 from finetune.config.compatibility import fp8_problems

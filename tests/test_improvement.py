@@ -13,10 +13,10 @@ import tiny
 import torch
 import yaml
 from accelerate import PartialState
-from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from thinning import thinned
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from finetune.checkpoint import folder as folders

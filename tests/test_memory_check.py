@@ -8,7 +8,7 @@ import pytest
 import scenarios
 import torch
 from accelerate import Accelerator
-from covering import thinned
+from thinning import thinned
 
 from finetune.distributed.strategy import Strategy
 from finetune.errors import InputError

@@ -7,8 +7,8 @@ from typing import Any
 import mutations
 import pytest
 import scenarios
-from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity
+from thinning import thinned
 
 CASES = [
     ("mean of means", "ddp", "loss differs"),

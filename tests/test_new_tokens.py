@@ -11,11 +11,11 @@ import pytest
 import scenarios
 import tiny
 import torch
-from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft import LoraConfig, get_peft_model
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import load_file
+from thinning import thinned
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

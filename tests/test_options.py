@@ -9,10 +9,10 @@ import scenarios
 import tiny
 import torch
 import yaml
-from covering import thinned
 from parity import FP32_TOLERANCE, assert_parity, assert_really_active
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
+from thinning import thinned
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler

@@ -9,10 +9,10 @@ from typing import Any
 import live_bytes
 import pytest
 import scenarios
-from covering import thinned
 from full_trace import full_trace
 from plan_models import arithmetic
 from test_plan_choose import GIB, row_of
+from thinning import thinned
 from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags

@@ -9,8 +9,8 @@ import live_bytes
 import pytest
 import scenarios
 import tiny
-from covering import thinned
 from test_plan_choose import GIB, LLAMA_8B, row_of
+from thinning import thinned
 from tracing import traced_anatomy, traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags

@@ -10,10 +10,10 @@ from unittest import mock
 import live_bytes
 import pytest
 import scenarios
-from covering import thinned
 from plan_models import arithmetic
 from test_plan_choose import GIB, row_of
 from test_plan_part_shards import ADAPTED, MODEL, TOKENS, WIDTH, asked_of
+from thinning import thinned
 from tracing import traced_step
 
 from finetune.cli.planning.launch_command import launcher_flags

@@ -14,10 +14,10 @@ import scenarios
 import tiny
 import torch
 import yaml
-from covering import thinned
 from hypothesis import given
 from hypothesis import strategies as st
 from test_reference import RecordingTrainer
+from thinning import thinned
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from benchmarks import pretrain_tiny

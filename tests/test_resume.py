@@ -132,20 +132,7 @@ def name_of(value: Any) -> str:
     return f"{value[0]}x{value[1]}" if isinstance(value, tuple) else str(value)
 
 
-def is_kept(method: str, before: Launch, after: Launch) -> bool:
-    """Whether `make test` may run a pair, of which ``thinning`` chooses: each launch writes for the next one, with
-    adapters every second. So each launch writes a checkpoint or reads one of another; `make prove` runs all pairs.
-    """
-    launches = launches_of(method)
-    place = launches.index(before)
-    return after == launches[(place + 1) % len(launches)] and (method == "full" or place % 2 == 0)
-
-
-def marked(pair: tuple[str, Launch, Launch]) -> Any:
-    return pytest.param(*pair, id="-".join(map(name_of, pair)), marks=[] if is_kept(*pair) else [pytest.mark.prove])
-
-
-@pytest.mark.parametrize(("method", "before", "after"), [marked(pair) for pair in PAIRS])
+@pytest.mark.parametrize(("method", "before", "after"), PAIRS, ids=name_of)
 def test_second_half_under_another_launch_is_that_of_the_uninterrupted_run(
     method: str,
     before: Launch,

@@ -13,10 +13,10 @@ import pytest
 import scenarios
 import sharing
 import torch
-from covering import thinned
 from full_trace import full_trace
 from parity import FP32_TOLERANCE, assert_parity
 from test_attention import small_model
+from thinning import thinned
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compatibility import router_problems

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scenarios
 import tiny
 import torch
-from covering import covered, thinned
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -338,8 +338,6 @@ def test_pieces_are_the_state_of_one_process_and_go_back_to_the_bit(
 
 
 REMEMBERED = [(launch, 0, "no") for launch in LAUNCHES if launch[0] != "zero3_nvme"]
-REMEMBERED_KEPT = [each for each in REMEMBERED if each[0] not in (("fsdp2", 4), ("zero3", 4), ("zero1", 2))]
-REMEMBERED_KEPT += [(("zero2", 2), 0, "bf16"), (("zero3", 2), 4, "bf16")]  # masters beside what is computed with
 
 
 def remember(setting: Setting, output: Path) -> dict[str, Any]:
@@ -369,7 +367,7 @@ def remember(setting: Setting, output: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("launch", "rank", "precision"),
-    thinned(REMEMBERED_KEPT, [each for each in REMEMBERED if each not in REMEMBERED_KEPT]),
+    REMEMBERED,
     ids=str,
 )
 def test_remembered_weights_compute_as_they_did_and_those_of_now_come_back(
@@ -509,7 +507,7 @@ IN_BF16 = [
 ]
 
 
-@pytest.mark.parametrize("point", covered(IN_BF16))
+@pytest.mark.parametrize("point", IN_BF16, ids=scenarios.point_id)
 def test_run_in_bf16_goes_back_to_the_bit(point: tuple[tuple[str, int], str, str], trained: Trained, odd_folder: str):
     launch, optimizer, weights = point
     found = trained(Setting(odd_folder, optimizer, weights), *launch, mixed_precision="bf16")

@@ -1,4 +1,6 @@
-"""Which points of a proven matrix `make test` runs: few that hold every value, and one of each test at least.
+"""Which points of a matrix of settings `make test` runs; `make prove` runs them all.
+
+Of a proven matrix few that hold every value, and one of each test at least.
 
 Every point was run on these very sources, or `test_proofs` fails: what is left to do is to see, in another environment,
 that each strategy, precision, optimizer ... works there at all. For example, of ("ddp", "sgd"), ("ddp", "adamw"),
@@ -7,6 +9,8 @@ that each strategy, precision, optimizer ... works there at all. For example, of
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 
 def values_of(parameters: Mapping[str, Any]) -> Iterator[str]:
@@ -33,3 +37,11 @@ def kept(points: Sequence[tuple[str, Mapping[str, Any]]]) -> set[int]:
         chosen.add(best)
         wanted -= held[best]
     return chosen
+
+
+def thinned(kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Parameters of a test of a file that is not proven, of which the others are marked ``prove``."""
+    return [
+        *kept,
+        *(pytest.param(*each if isinstance(each, tuple) else (each,), marks=pytest.mark.prove) for each in others),
+    ]
