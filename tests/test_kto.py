@@ -1,6 +1,7 @@
 """Answers that are judged one by one: the loss, its reference point, the rows, and what a run of them is."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from finetune.data.batches import Inputs
 from finetune.data.encoding import Row
 from finetune.data.formats import convert_compared
 from finetune.errors import BadRow, InputError
-from finetune.run.reference_point import both_answers, mismatched
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
+from finetune.training.reference_point import both_answers, mismatched
 
 COMPARED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "accuracy", "reference_point", "kl", "tokens")
 
@@ -193,6 +194,22 @@ def test_other_weights_of_good_and_bad_answers_are_another_run(run: Any):
     run("single", 1, "weighted", checkpoint__every=3, dpo__desirable_weight=1.5)
     with pytest.raises(AssertionError, match=r"dpo.desirable_weight was 1.5 in .* and is 1.0 now: another loss was"):
         run("single", 1, "weighted", checkpoint__resume="auto", train__overwrite=False)
+
+
+def test_an_evaluation_that_is_made_up_for_after_a_resume_is_that_of_the_undisturbed_run(run: Any):
+    """Its reference point is that of the held-out rows, which no step of the run tells."""
+    changes = {"eval__every": 4, "checkpoint__every": 4, "train__micro_batch_size": 8, "train__learning_rate": 1e-2}
+    whole = run("single", 1, "whole", **changes)
+    lines = [json.dumps({k: v for k, v in each.items() if not k.startswith("eval_")}) for each in whole[:4]]
+    folder = run.folder / "whole"
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "final" / "run.yaml").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    resumed = run("single", 1, "whole", checkpoint__resume="auto", train__overwrite=False, **changes)
+    assert whole[3]["eval_reference_point"] > 0.1
+    for key in ("eval_loss", "eval_reference_point", "eval_kl"):
+        assert [each[key] for each in (resumed[3], resumed[5])] == [each[key] for each in (whole[3], whole[5])]
+    assert resumed[5]["loss"] == whole[5]["loss"]
 
 
 def test_a_checkpoint_of_a_version_without_these_weights_goes_on(run: Any, alone: Any):

@@ -1,59 +1,20 @@
-"""What answers that are judged alone are compared with: how far the model went from its reference on answers to others.
+"""What answers that are judged alone are compared with in an optimizer step."""
 
-Of the prompts of an optimizer step, each with the answer of another row, the mean of what the model adds to the
-reference's log-probability, or 0 if that is negative (arXiv:2402.01306, section 4.1). It is the same for all processes
-and micro-batches, so that how a step is split does not change its loss.
-"""
-
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
-import torch
-
-from finetune.data.batches import NOTHING, Batch, Batches, Inputs
-from finetune.data.encoding import Row
-from finetune.data.sampler import EMPTY, micro_batches
+from finetune.data.batches import Batch, Batches
 from finetune.run.session import Session
 from finetune.training.preferences import Preferences
-
-AWAY = 0.382
-"""Share of all rows between a row and the one that lends its answer. Answers to one question are often neighbours, or
-half a file apart where the good ones come first."""
 
 
 def know_reference_point(learnt: Preferences, session: Session, batch: Batch) -> None:
     """Before the micro-batches of a step; does nothing for losses without a reference point. Collective."""
-    if learnt.section.loss != "kto":
-        return
-    batches, accelerator = session.batches, session.accelerator
+    batches = session.batches
     assert isinstance(batches, Batches)
-    sums = torch.zeros(2, device=accelerator.device)
-    for places in micro_batches(batch.places, micro_batch_size=batches.micro_batch_size, **session.share):
-        pairs = [[] if place == EMPTY else [mismatched(batches, place), NOTHING] for place in places]
-        micro_batch: Any = session.collate(pairs, accelerator.device)
-        sums += learnt.added(session.model, micro_batch)
-    total, prompts = accelerator.reduce(sums, "sum")
-    learnt.reference_point = (total / prompts).clamp(min=0)
-
-
-def mismatched(inputs: Inputs, place: int) -> Row:
-    """The prompt of a row with the answer of another, no longer than the longest document of the two.
-
-    It knows what the reference says of it from the place of the answer that the row does not have.
-    """
-    lender = (place + max(1, round(AWAY * len(inputs)))) % len(inputs)
-    own, other = inputs.documents(place), inputs.documents(lender)
-    [prompt], [answer] = ([each for each in row if each.trained_tokens] for row in (own, other))
-    [missing] = [each for each in own if not each.trained_tokens]
-    begin, start = prompt.spans[0][0], answer.spans[0][0]
-    longest = max(len(prompt.tokens), len(answer.tokens))
-    tokens = np.concatenate([prompt.tokens[:begin], answer.tokens[start:]])[:longest]
-    moved = [(first - start + begin, min(end - start + begin, longest)) for first, end in answer.spans]
-    spans = [each for each in moved if each[0] < longest]
-    return replace(prompt, tokens=tokens, spans=spans, reference=missing.reference)
-
-
-def both_answers(inputs: Inputs, place: int) -> list[Row]:
-    """The documents of a row, of which the answer that it does not have is another's."""
-    return [each if each.trained_tokens else mismatched(inputs, place) for each in inputs.documents(place)]
+    learnt.know_reference_point(
+        session.accelerator,
+        session.model,
+        batches,
+        batch.places,
+        micro_batch_size=batches.micro_batch_size,
+        collate=session.collate,
+        share=session.share,
+    )

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
+from finetune import distributed
 from finetune.cache import cache_folder, checksums, key_of
 from finetune.data.batches import Batches, Inputs
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
 from finetune.models import continued_adapter, loading
-from finetune.run.reference_point import both_answers
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
 from finetune.training.evaluation import of_each_share
 from finetune.training.preferences import reference_answers
+from finetune.training.reference_point import both_answers
 from finetune.units import spoken
 
 OWN_NAME = "references"
@@ -38,10 +39,11 @@ def know_references(session: Session) -> None:
     assert batches.paired
     every: list[Inputs] = [batches, session.examined] if session.examined else [batches]
     answers, is_main = 2 * sum(map(len, every)), session.accelerator.is_main_process
+    with distributed.long_wait():  # all of their bytes: of two versions of a model one tensor may differ
+        sums = checksums(Path(model.path), "*.safetensors") if is_main and Path(model.path).is_dir() else None
     key: list[Any] = [each.rows.fingerprint for each in every] + [
         loading.identity(model.path, revision=model.revision, weights=False),
-        # all of their bytes: of two versions of a model one tensor may differ
-        checksums(Path(model.path), "*.safetensors") if is_main and Path(model.path).is_dir() else None,
+        sums,
         [session.cfg.train.seed if model.random_weights else None, session.cfg.quantization.bits],
         [session.cfg.train.weights, session.launch.mixed_precision],
     ]
@@ -51,6 +53,8 @@ def know_references(session: Session) -> None:
         key.append([continued_adapter.identity(session.cfg.adapter), session.cfg.adapter.alpha])
     if session.cfg.adapter.init != "default":
         key.append(session.cfg.adapter.model_dump())
+    if any(map(_are_judged, every)):
+        key.append("with the answers of others")
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"
     known = broadcast_object_list([_read(file, answers) if is_main else None])[0]
     open_answers = int(np.isnan(known).sum())
@@ -74,8 +78,7 @@ def _computed(
     accelerator, size, collate = session.accelerator, session.batches.micro_batch_size, session.collate
     share, processes = session.share["rank"], session.share["world_size"]
     assert inputs.references is not None
-    is_judged = isinstance(inputs, Batches) and bool((inputs.rows.trained_tokens == 0).any())
-    documents = partial(both_answers, inputs) if is_judged else inputs.documents
+    documents = partial(both_answers, inputs) if _are_judged(inputs) else inputs.documents
     order = np.flatnonzero(np.isnan(inputs.references[::2])).tolist()
     if not order:
         return
@@ -92,6 +95,11 @@ def _computed(
         found = of_each_share(accelerator, session.model, torch.stack(values).float())
         pairs = np.array([each[first : first + AT_ONCE] for each in shares])
         yield pairs[pairs != EMPTY], found[pairs != EMPTY]
+
+
+def _are_judged(inputs: Inputs) -> bool:
+    """Whether rows have one answer with a label."""
+    return bool((inputs.rows.trained_tokens == 0).any())
 
 
 def _read(file: Path, answers: int) -> np.ndarray:

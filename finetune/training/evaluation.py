@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,8 @@ def evaluate(
     at_once = micro_batch_size * share["world_size"]
     order = [*range(len(held_out)), *[EMPTY] * (-len(held_out) % at_once)]
     order = dealt_batch(order, held_out.lengths, micro_batch_size, flat=held_out.flat)
+    manner: dict[str, Any] = {"micro_batch_size": micro_batch_size, "collate": collate, "share": share}
+    objective.look_over(accelerator, model, held_out, order, **manner)
     total = torch.zeros((), device=accelerator.device)
     for places in micro_batches(order, micro_batch_size=micro_batch_size, **share):
         micro_batch = collate(list(map(held_out.documents, places)), accelerator.device)

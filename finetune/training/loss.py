@@ -61,6 +61,8 @@ class Objective:
     """The weights that training begins with are compared with all along: a run is resumed with no others."""
     remember: Callable[[torch.nn.Module], object] = lambda model: None
     """Given the prepared model with these weights, before its memory is checked and before a checkpoint is restored."""
+    look_over: Callable[..., None] = lambda *which, **how: None
+    """Called before held-out rows are judged one by one, as ``Preferences.know_reference_point`` is. Collective."""
 
     def count(self, *, rows: int, tokens: int) -> int:
         """What of a step or of held-out data the loss is divided by."""

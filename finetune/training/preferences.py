@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from finetune.config.dpo_section import WITHOUT_REFERENCE, Dpo
 from finetune.data import batches
-from finetune.data.batches import NOTHING, on_device
+from finetune.data.batches import NOTHING, Inputs, on_device
 from finetune.data.encoding import Row
+from finetune.data.sampler import EMPTY, micro_batches
 from finetune.training.documents import document_numbers, of_documents
 from finetune.training.loss import Figure, Objective, added, is_training
 from finetune.training.preference_loss import Pairs, figure_names, figures_of, losses_of
+from finetune.training.reference_point import mismatched
 
 AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
 """Within it a model computes as the one that training begins with."""
@@ -70,7 +73,7 @@ class Preferences:
         """
         self.section, self.as_reference, self.remember = section, as_reference, remember
         self.reference_point: torch.Tensor | float = 0.0
-        """For kto: of the optimizer step; 0 before training, where the model is its reference."""
+        """For kto: of the optimizer step, or of the held-out rows; 0 before either."""
         self._figures: dict[str, Figure] = {}
 
     @property
@@ -83,7 +86,34 @@ class Preferences:
             figure_names=figure_names(self.section),
             remembers_beginning=self.section.loss not in WITHOUT_REFERENCE,
             remember=self.remember,
+            look_over=self.know_reference_point,
         )
+
+    def know_reference_point(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        inputs: Inputs,
+        order: Sequence[int],
+        *,
+        micro_batch_size: int,
+        collate: Callable[..., Any],
+        share: dict[str, int],
+    ) -> None:
+        """Before the rows of a step or the held-out rows are judged; does nothing for other losses. Collective.
+
+        Args:
+            order: places of the rows in ``inputs``, as all processes share them.
+            share: of the rows, that of this process, as ``rank`` and ``world_size``.
+        """
+        if self.section.loss != "kto":
+            return
+        sums = torch.zeros(2, device=accelerator.device)
+        for places in micro_batches(order, micro_batch_size=micro_batch_size, **share):
+            pairs = [[] if place == EMPTY else [mismatched(inputs, place), NOTHING] for place in places]
+            sums += self.added(model, collate(pairs, accelerator.device))
+        total, prompts = accelerator.reduce(sums, "sum")
+        self.reference_point = (total / prompts).clamp(min=0)
 
     def loss_sum(self, model: torch.nn.Module, batch: PairedBatch) -> torch.Tensor:
         """The loss of a micro-batch, summed over its pairs."""
