@@ -152,7 +152,8 @@ def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[N
         lock.acquire(timeout=patience_seconds)
     except Timeout as error:
         raise InputError(
-            f"train.output_dir: another run is using {run}; wait until it ends, or choose another folder."
+            f"train.output_dir: another run is using {run}; wait until it ends, or choose another folder. If none runs "
+            f"on any machine, its disk has no locks that end with a process: remove {run / '.lock'}."
         ) from error
     except OSError as error:
         raise InputError(

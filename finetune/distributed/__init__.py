@@ -54,7 +54,7 @@ from finetune.distributed.deepspeed_ops import prepare_import
 from finetune.distributed.gpus import machines_of
 from finetune.distributed.held_parts import pipeline_of
 from finetune.distributed.interruption import Interruption, name_of
-from finetune.distributed.long_timeout import long_timeout_gather, main_process_writes
+from finetune.distributed.long_timeout import long_timeout_gather, long_wait
 from finetune.distributed.loss_scale import loss_scale, restore_loss_scale
 from finetune.distributed.model_parts import trained_everywhere
 from finetune.distributed.remembered_weights import RememberedWeights
@@ -105,9 +105,9 @@ __all__ = [
     "loading",
     "loading_device",
     "long_timeout_gather",
+    "long_wait",
     "loss_scale",
     "machines_of",
-    "main_process_writes",
     "make_optimizer_state",
     "name_of",
     "native_precision",

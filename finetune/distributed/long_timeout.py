@@ -34,8 +34,8 @@ def long_timeout_gather() -> Iterator[Callable[[str], list[str]]]:
 
 
 @contextmanager
-def main_process_writes() -> Iterator[None]:
-    """Let the other processes wait while the main process writes."""
+def long_wait() -> Iterator[None]:
+    """Have processes wait for one another at its end: for the main process alone, or for the slowest to read."""
     group = long_timeout_group()
     yield
     if group is not None:

@@ -302,8 +302,8 @@ def prepare(
 def finish(accelerator: Accelerator, strategy: Strategy, offload_folder: Path) -> None:
     """Leave the process group and remove the files of NVMe offload, so that this process can start another run."""
     accelerator.wait_for_everyone()
-    if strategy.name.endswith("_nvme") and accelerator.is_local_main_process and offload_folder.exists():
-        shutil.rmtree(offload_folder)
+    if strategy.name.endswith("_nvme") and accelerator.is_local_main_process:
+        shutil.rmtree(offload_folder, ignore_errors=True)  # a shared one is removed by every machine at once
     if dist.is_initialized():
         dist.destroy_process_group()
     if strategy.is_deepspeed:

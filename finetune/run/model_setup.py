@@ -38,13 +38,14 @@ def load_model(
     """
     dtype = distributed.compute_dtype(launch, train.weights)
     adapted, beginning = adapter.type != "none", dict[str, torch.Tensor]()
-    with distributed.loading(
+    loading_weights = distributed.loading(
         accelerator,
         launch,
         whole=spec.section.random_weights or bool(spec.quantised_bits),
         by_every_process=adapted
         and adapters.wraps_tied_weights(spec.skeleton, adapter, trains_rows=bool(spec.new_tokens)),
-    ):
+    )
+    with distributed.long_wait(), loading_weights:  # of slow disks; a collective of training waits ten minutes
         model = loading.load_model(
             spec.section.path,
             spec.stored_config,
@@ -72,7 +73,7 @@ def load_model(
         )
         if adapter.from_:
             continued_adapter.load_values(model, adapter)
-        with distributed.main_process_writes():  # which may take longer than a collective of training waits
+        with distributed.long_wait():
             beginning = adapter_start.start(
                 model,
                 adapter,

@@ -94,7 +94,7 @@ def write(
         RunStopped: if what was written is not what was trained, or nothing could be written.
     """
     written, is_main = record.as_dict(), accelerator.is_main_process
-    with distributed.main_process_writes(), distributed.trained_everywhere(model):
+    with distributed.long_wait(), distributed.trained_everywhere(model):
         run_files.save_final(
             folder,
             accelerator.unwrap_model(model),
