@@ -46,7 +46,7 @@ def main(cfg: Config) -> RunResult:
     batches = batches_of(
         cfg.data, cfg.train, tokenizer, spec, rows, paired=True
     )  # row order: a function of (seed, epoch, step)
-    if is_finished(cfg, batches.steps):
+    if is_finished(cfg, batches):
         return RunResult.of(cfg)
 
     learnt = preferences_of(cfg, cfg.dpo, launch)

@@ -45,7 +45,7 @@ def main(cfg: Config) -> RunResult:
 
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     batches, held_out = corpus_of(cfg, tokenizer, spec)  # row order: a function of (seed, epoch, step)
-    if is_finished(cfg, batches.steps):
+    if is_finished(cfg, batches):
         return RunResult.of(cfg)
 
     balance = RouterBalance.of(cfg.train.router_aux_loss_coef, spec.skeleton)  # of a mixture of experts

@@ -40,7 +40,7 @@ def main(cfg: Config) -> RunResult:
     tokenizer = load_tokenizer(cfg.model, cfg.data)
     rows, held_out = load_rows(cfg.data, tokenizer, spec)
     batches = batches_of(cfg.data, cfg.train, tokenizer, spec, rows)  # row order: a function of (seed, epoch, step)
-    if is_finished(cfg, batches.steps):
+    if is_finished(cfg, batches):
         return RunResult.of(cfg)
 
     balance = RouterBalance.of(cfg.train.router_aux_loss_coef, spec.skeleton)  # of a mixture of experts

@@ -192,6 +192,7 @@ def test_configuration_cannot_be_changed_after_it_was_read():
             ["--eval.prompts", "Why?"],
             "eval.prompts: must be a whole number or a list such as [Why?], got 'Why?'",
         ),
+        (["--train.betas", "[0.9]"], "train.betas: must be a list of at least 2 items, got [0.9]"),
         (["--data.eval", "1.5"], "data.eval: must be less than 1, got 1.5; change it, or see --help."),
         (
             ["--data.train", "[{path: a, weigth: 2}]"],
@@ -265,4 +266,4 @@ def test_text_and_number_of_a_key_that_takes_both_are_told_apart():
     assert parse(Config, given).data.train == "2024"
     mixed = parse(Config, [*given, "--data.train", "[a.jsonl, {path: b/c, weight: 0.5}]"]).data.train
     assert mixed[0] == "a.jsonl"
-    assert (mixed[1].path, mixed[1].weight, mixed[1].split) == ("b/c", 0.5, "train")
+    assert (mixed[1].path, mixed[1].weight, mixed[1].split) == ("b/c", 0.5, None)

@@ -374,6 +374,7 @@ def test_a_figure_that_no_evaluation_has_is_refused_with_those_that_there_are():
     [
         ({"keep_best": True, "every": 2}, None, "there is no eval_loss without held-out rows"),
         ({"early_stopping": 2}, "e", "no evaluation is made during training; set eval.every"),
+        ({"every": 2}, None, "eval.every: there is nothing to evaluate; set data.eval or eval.tasks"),
         ({"metric": "eval_kl", "every": 2}, "e", "nothing is compared by it"),
         ({"early_stopping": 2, "every": 2, "metric": "eval_kl"}, None, None),
     ],
@@ -480,16 +481,23 @@ def test_a_figure_that_no_evaluation_will_have_is_refused_before_weights_are_loa
 def test_an_early_stopped_run_is_finished_until_its_patience_is_raised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    record = {"id": "x", "steps": 100, "stopped": {"after_step": 40, "evaluations": 3}, "measured": {"a": 1}}
+    record = {
+        "id": "x",
+        "steps": 100,
+        "stopped": {"after_step": 40, "evaluations": 3},
+        "measured": {"a": 1},
+        "data": {"train": "rows"},
+    }
+    batches = cast(Any, SimpleNamespace(steps=100, fingerprint="rows"))
     for folder in (tmp_path, tmp_path / "final"):
         folder.mkdir(exist_ok=True)
         run_files.write_run(folder, record | {"config": {"eval": {"metric": "eval_loss"}}})
     flags = ["--train.output_dir", str(tmp_path), "--checkpoint.resume", "auto", "--eval.early_stopping"]
-    assert is_finished(configured(*flags, "3"), 100)
+    assert is_finished(configured(*flags, "3"), batches)
     assert "is finished: early stopping ended it after step 40." in capsys.readouterr().out
-    assert not is_finished(configured(*flags, "10"), 100)
-    assert not is_finished(configured(*flags, "0"), 100)
-    assert not is_finished(configured(*flags, "3", "--eval.metric", "eval_kl"), 100)
+    assert not is_finished(configured(*flags, "10"), batches)
+    assert not is_finished(configured(*flags, "0"), batches)
+    assert not is_finished(configured(*flags, "3", "--eval.metric", "eval_kl"), batches)
     [problem] = resuming.step_problems(tmp_path, None, 100)
     assert "a finished run of 40 steps and no checkpoint" in problem
     read = RunRead("run", record, [{"step": 40}], 0, has_result=True)

@@ -92,6 +92,24 @@ def test_finished_run_is_left_as_it_is(
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
+def test_finished_run_says_which_settings_are_others_now_and_refuses_other_rows(
+    finished: Path,
+    model_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    no_weights: None,
+    capsys: pytest.CaptureFixture[str],
+):
+    def again(rows: Path, **changes: Any) -> None:
+        sft.main(scenarios.configuration(model_folder, rows, finished, adapter__type="lora", **AUTO, **changes))
+
+    again(conversations, train__learning_rate=5e-5)
+    assert "train.learning_rate 0.001 -> 5e-05, which nothing was trained with" in capsys.readouterr().out
+    others = tiny.write_conversations(tmp_path / "others.jsonl", rows=80, seed=9)
+    with pytest.raises(InputError, match="is finished, but the training rows changed since; choose another folder"):
+        again(others)
+
+
 def test_run_with_more_steps_goes_on_from_the_finished_one(
     finished: Path, model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -169,7 +187,10 @@ def flip_a_byte(path: Path) -> None:
         ({"adapter__rank": 8}, "adapter.rank was 16 in .*finetune checkpoint export"),
         ({"adapter__targets": ["q_proj"]}, "adapter.targets was 'all-linear' in"),
         ({"data__packing": True}, "data.packing was False in"),
-        ({"data__max_length": 32}, "data.train: the training rows changed since .*step-00000004 was written"),
+        (
+            {"data__max_length": 32},
+            r"rows changed since .*-00000004 was written \(data.max_length 64 -> 32: set it back",
+        ),
         ({"train__optimizer": "sgd"}, r"cannot be converted; .*--checkpoint\.resume_weights_only true"),
         ({"train__steps": 3}, r"is at step 4, but the run has only 3 steps; raise train\.steps"),
         ({"train__overwrite": True}, r"train\.overwrite replaces a run, but checkpoint\.resume continues it"),
@@ -211,6 +232,26 @@ def test_weights_alone_go_on_with_another_optimizer_and_the_same_rows(resume, fi
     assert [line["tokens"] for line in metrics] == [line["tokens"] for line in whole]
     assert metrics[4]["loss"] == whole[4]["loss"]  # the same weights
     assert metrics[5]["loss"] != whole[5]["loss"]
+
+
+@pytest.mark.parametrize("optimizers", [("adamw", "adamw"), ("sgd", "adamw")])
+def test_optimizer_is_reset_again_in_another_folder_and_for_another_optimizer(
+    optimizers: tuple[str, str],
+    model_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Though the run before was asked to reset its own."""
+    before, after = optimizers
+    again = {**AUTO, "checkpoint__resume_weights_only": True, "checkpoint__every": 1}
+    first = again | {"train__steps": 2, "train__optimizer": before}
+    sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "a", **first))
+    again |= {"train__steps": 3, "train__optimizer": after}
+    folder = tmp_path / "a" if before != after else tmp_path / "b"
+    again |= {"checkpoint__resume": str(tmp_path / "a")} if before == after else {}
+    sft.main(scenarios.configuration(model_folder, conversations, folder, **again))
+    assert "the optimizer is reset, because" in capsys.readouterr().out
 
 
 def test_checkpoint_of_another_folder_begins_records_of_its_own(

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from finetune.config.refusals import schedule_problems
 from finetune.config.sections import Train
-from finetune.optim.schedule import learning_rate
+from finetune.optim.schedule import describe_warmup, learning_rate
 
 THEIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "constant": ("constant", {}, {}),
@@ -70,6 +70,22 @@ def test_wsd_stays_at_its_peak_until_it_decays():
     train = section(learning_rate=1.0, schedule="wsd", warmup_ratio=0.2, decay_ratio=0.3)
     rates = [learning_rate(step, 10, train) for step in range(1, 11)]
     assert rates == pytest.approx([1 / 3, 2 / 3, *[1] * 6, 1 - (1 / 3) ** 0.5, 1 - (2 / 3) ** 0.5])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"warmup_steps": 20}, "the learning rate rises to 9.52e-01 until the run ends"),
+        ({"warmup_steps": 19}, None),
+        ({"warmup_ratio": 0.9, "schedule": "wsd"}, None),
+        ({"warmup_steps": 15, "schedule": "wsd", "decay_ratio": 0.5}, "the learning rate decays over 5 steps, not 10"),
+    ],
+    ids=str,
+)
+def test_a_warmup_that_leaves_too_few_steps_is_told(values: dict[str, Any], said: str | None):
+    lines = describe_warmup(section(learning_rate=1.0, **values), 20)
+    assert len(lines) == (said is not None)
+    assert all(str(said) in line for line in lines)
 
 
 @pytest.mark.parametrize("step", [0, 21])

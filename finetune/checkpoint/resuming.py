@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.folder import checkpoints_of, leave_later_behind, remove_all
+from finetune.checkpoint.looking import is_own
 from finetune.checkpoint.reader import Checkpoint
 from finetune.config.sections import Checkpoint as Settings
 from finetune.config.sections import Train
@@ -133,15 +134,23 @@ def rate_problems(checkpoint: Checkpoint, rate: float) -> list[str]:
     ]
 
 
-def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None]) -> list[str]:
-    """The inputs (of ``INPUTS``) whose fingerprint differs from the checkpoint's, as sentences."""
-    saved, packages = checkpoint.contents["run"]["data"], checkpoint.contents["run"]["packages"]
+def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None], config: Mapping[str, Any]) -> list[str]:
+    """The inputs (of ``INPUTS``) whose fingerprint differs from the checkpoint's, as sentences.
+
+    Args:
+        config: sections of the configuration.
+    """
+    run = checkpoint.contents["run"]
+    saved, packages = run["data"], run["packages"]
+    read_otherwise = [line.partition(": ")[2] for line in changes(run["config"], config) if ": data." in line]
     others = [
         f"{name} {packages[name]}"
         for name in ("transformers", "tokenizers")
         if packages.get(name) != importlib.metadata.version(name)
     ]
     hint = f" (it was written with {' and '.join(others)}, which may be the reason)" if others else ""
+    if read_otherwise:
+        hint = f" ({', '.join(read_otherwise)}: set it back)"
     return [
         f"{what} changed since {checkpoint.path} was written{hint}, so the run would not continue as it began; restore "
         f"the original, or {ANEW}"
@@ -181,9 +190,12 @@ def step_problems(folder: Path, checkpoint: Checkpoint | None, steps: int) -> li
     return []
 
 
-def restarts_optimizer(checkpoint: Checkpoint, weights_only: bool) -> bool:
-    """Whether the optimizer is reset: if requested, and the run did not already do so before this checkpoint."""
-    return weights_only and not checkpoint.contents["run"]["config"]["checkpoint"]["resume_weights_only"]
+def restarts_optimizer(checkpoint: Checkpoint, settings: Settings, train: Train) -> bool:
+    """Whether the optimizer is reset: if requested, unless the same run goes on, which was asked to before."""
+    before = checkpoint.contents["run"]["config"]
+    goes_on = is_own(checkpoint, Path(train.output_dir)) and before["checkpoint"]["resume_weights_only"]
+    switches = before["train"]["optimizer"] != train.optimizer or switches_averages(checkpoint, train.ema_decay)
+    return settings.resume_weights_only and (switches or not goes_on)
 
 
 def describe(
@@ -201,7 +213,6 @@ def describe(
         steps: of the whole run, as configured now.
         tokens_of: returns the trained tokens of a step. Called only if the run had another length.
     """
-    before, after = dict(by_key(checkpoint.contents["run"]["config"])), dict(by_key(now))
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
         lines.append("the optimizer is reset, because checkpoint.resume_weights_only is set")
@@ -209,10 +220,16 @@ def describe(
         lines.append(f"changed since then: mixed precision {rounded} -> {precision}")
     if checkpoint.contents["run"]["steps"] != steps:
         lines.append(_other_length(checkpoint, now, steps=steps, tokens=tokens_of(checkpoint.step)))
-    return lines + [
-        f"changed since then: {key} {before.get(key)} -> {value}"
-        for key, value in after.items()
-        if key in before and before[key] != value and key not in NEVER_TOLD
+    return lines + changes(checkpoint.contents["run"]["config"], now)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that changed between two configurations, and is not compared by other means."""
+    known = dict(by_key(before))
+    return [
+        f"changed since then: {key} {known[key]} -> {value}"
+        for key, value in by_key(now)
+        if key in known and known[key] != value and key not in NEVER_TOLD
     ]
 
 

@@ -236,6 +236,8 @@ def _sentence(error: Any, config_class: type[BaseModel]) -> str:
     if len(location) == 1:
         return f"{key}: {error['input']!r} is not a section; indent its keys below it, see --help."
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").partition(", unable to")[0]
+    if error["type"] in ("too_short", "too_long"):  # "List should have at least 2 items after validation, not 1"
+        message = f"a list of {message.partition('should have ')[2].partition(' after')[0]}"
     if len(error["misses"]) > 1 and all(
         miss.endswith(("_type", "_parsing", "literal_error")) for miss in error["misses"]
     ):

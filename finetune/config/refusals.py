@@ -158,6 +158,9 @@ def _comparison_problems(section: sections.Eval, held_out: object) -> list[str]:
     asked = {"keep_best": section.keep_best, "early_stopping": section.early_stopping > 0}
     keys = [f"eval.{key}" for key, is_asked in asked.items() if is_asked]
     found = {
+        "eval.every: there is nothing to evaluate; set data.eval or eval.tasks, or leave it out.": (
+            section.every > 0 and not keys and not held_out and not section.tasks
+        ),
         f"{' and '.join(keys)}: no evaluation is made during training; set eval.every.": keys and section.every == 0,
         f"{' and '.join(keys)}: there is no eval_loss without held-out rows; set data.eval.": (
             keys and section.metric == "eval_loss" and not held_out

@@ -7,6 +7,7 @@ sharding, generation and checkpointing see no wrapper. What is saved is PEFT's o
 
 import copy
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def attach(
     )
     torch.manual_seed(seed)
     try:
-        with only_what_is_quantised(), rows_of_whole_weights():
+        with only_what_is_quantised(), rows_of_whole_weights(), warnings.catch_warnings():
+            # an adapted head learns apart from the embedding that it is tied to, and is merged apart
+            warnings.filterwarnings("ignore", "Model has .tie_word_embeddings=True.")
             inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:  # of layers that it knows, but not with one another
         raise InputError(

@@ -47,6 +47,18 @@ def learning_rate(step: int, total_steps: int, train: sections.Train) -> float:
     return train.learning_rate * (lowest + (1 - lowest) * left)
 
 
+def describe_warmup(train: sections.Train, total_steps: int) -> list[str]:
+    """A line where ``warmup_steps`` leaves too few steps for the rest of the schedule."""
+    left = total_steps - (train.warmup_steps or 0)
+    if left <= 0:
+        highest = learning_rate(total_steps, total_steps, train)
+        return [f"train.warmup_steps {train.warmup_steps}: the learning rate rises to {highest:.2e} until the run ends"]
+    decay = math.ceil(train.decay_ratio * total_steps)
+    if train.schedule == "wsd" and train.warmup_steps and left < decay:
+        return [f"train.warmup_steps {train.warmup_steps}: the learning rate decays over {left} steps, not {decay}"]
+    return []
+
+
 def is_due(step: int, every: int) -> bool:
     """Whether a step is one of every so many; never, for 0."""
     return every > 0 and step % every == 0

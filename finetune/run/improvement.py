@@ -93,10 +93,8 @@ def has_stopped(section: sections.Eval, progress: Progress) -> bool:
 def describe_stop(section: sections.Eval, progress: Progress) -> str:
     """Why training ends early, as a line."""
     best = "never a number" if progress.best is None else f"best after step {progress.best['step']}"
-    return (
-        f"early stopping: {section.metric} was {best}, and has not improved in {progress.evaluations_since_best} "
-        "evaluations"
-    )
+    evaluations = f"{(count := progress.evaluations_since_best)} evaluation{'s' if count > 1 else ''}"
+    return f"early stopping: {section.metric} was {best}, and has not improved in {evaluations}"
 
 
 def still_stops(section: sections.Eval, record: Mapping[str, Any]) -> bool:

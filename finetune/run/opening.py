@@ -23,6 +23,7 @@ from finetune.models.pipeline_order import Order, deferred_share, waited_for
 from finetune.models.recomputation import layers_of
 from finetune.models.spec import ModelSpec
 from finetune.optim import rounded_adamw
+from finetune.optim.schedule import describe_warmup
 from finetune.output import run_files
 from finetune.output.run_record import RunRecord
 from finetune.planner import RunPlan
@@ -216,6 +217,7 @@ def introduction(
         lines.append(f"the adapter continues from {continued_adapter.file_of(cfg.adapter).parent}")
     if cfg.has_default_adapter_rate:
         lines.append(f"train.learning_rate is not set: {cfg.train.learning_rate:g}, the default with an adapter")
+    lines += describe_warmup(cfg.train, batches.steps)
     if cfg.adapter.init != "default":
         lines.append(f"the adapter's start is computed from the weights ({cfg.adapter.init})")
     lines += spec.new_tokens.describe()

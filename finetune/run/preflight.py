@@ -109,7 +109,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
     )
     resumes_from, _ = checkpoint.look_for(cfg.checkpoint.resume, Path(cfg.train.output_dir))
     if resumes_from:
-        weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint.resume_weights_only)
+        weights_only = resuming.restarts_optimizer(resumes_from, cfg.checkpoint, cfg.train)
         precision = launch.mixed_precision
         now = cfg.model_dump()
         refuse_if_any(

@@ -12,7 +12,7 @@ from finetune.checkpoint import resuming
 from finetune.config import sections
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
-from finetune.errors import refuse_if_any
+from finetune.errors import InputError, refuse_if_any
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
 from finetune.output.run_record import Progress, RunRecord
@@ -55,9 +55,10 @@ class Resumption:
         refuse_if_any(resuming.step_problems(folder, found, steps) if cfg.checkpoint.resume != "none" else [])
         if found is None:
             return None
-        weights_only = resuming.restarts_optimizer(found, cfg.checkpoint.resume_weights_only)
+        weights_only = resuming.restarts_optimizer(found, cfg.checkpoint, cfg.train)
         resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder))
-        refuse_if_any(resuming.config_problems(found, **resumption._now) + resuming.input_problems(found, fingerprints))
+        now = resumption._now
+        refuse_if_any(resuming.config_problems(found, **now) + resuming.input_problems(found, fingerprints, now["now"]))
         return resumption
 
     @property
@@ -114,14 +115,26 @@ class Resumption:
         return progress.metrics[-1] | gather_object([written])[0]
 
 
-def is_finished(cfg: sections.Run, steps: int) -> bool:
-    """Whether a run that is to be resumed has no step left, or would stop early again; the first process says so."""
-    folder = Path(cfg.train.output_dir)
-    done = run_files.finished_steps(folder)
-    stops = done < steps and improvement.still_stops(cfg.eval, run_files.finished_run(folder))
+def is_finished(cfg: sections.Run, batches: Batches | Stream) -> bool:
+    """Whether a run that is to be resumed has no step left, or would stop early again; the first process says so, and
+    which settings are others now.
+
+    Raises:
+        InputError: if it was trained on other rows.
+    """
+    folder, steps = Path(cfg.train.output_dir), batches.steps
+    done, run = run_files.finished_steps(folder), run_files.finished_run(folder)
+    stops = done < steps and improvement.still_stops(cfg.eval, run)
     if cfg.checkpoint.resume != "auto" or not (done == steps or stops):
         return False
+    if run["data"]["train"] != batches.fingerprint:
+        raise InputError(
+            f"The run in {folder} is finished, but the training rows changed since; choose another folder, or replace "
+            "that run with --train.overwrite true and --checkpoint.resume none."
+        )
     if is_first_process():
         why = f"early stopping ended it after step {done:,}" if stops else f"its {steps:,} steps are done"
         print(f"The run in {folder} is finished: {why}.")
+        for line in resuming.changes(run["config"], cfg.model_dump()):
+            print(f"{line}, which nothing was trained with")
     return True
