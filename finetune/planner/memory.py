@@ -194,9 +194,10 @@ def host_bytes(
     """Host memory of one machine: what is offloaded to it, and the weights while they are loaded.
 
     Every process reads the whole model in the precision of computation, under a strategy that gathers no layers or
-    shards parts (of a pipeline, its own layers); where the whole model is sharded one process reads and the others
-    receive (FSDP2), or each keeps its partitions (ZeRO-3). Weights that are stored in this precision are mapped, and
-    the processes of a machine share them, but for those of experts, which transformers puts together as it reads.
+    shards parts, and leaves the other parts once it has; where the whole model is sharded one process reads and the
+    others receive (FSDP2), or each keeps its partitions (ZeRO-3). Weights that are stored in this precision are mapped,
+    of a pipeline those of its own layers, and the processes of a machine share them, but for those of experts, which
+    transformers puts together as it reads.
     Quantised weights go to the GPU one by one; under FSDP2 and in a pipeline each process may quantise all of them into
     host memory first (``distributed.weight_loading``). Offloaded shards come to lie beside the weights that were read,
     which Accelerate 1.15 keeps until the last is made (``original_sd`` of ``fsdp2_prepare_model``).
@@ -211,7 +212,7 @@ def host_bytes(
     model = compute * anatomy.parameters
     is_read_once = (place.framework == "fully_shard" and not setting.shards_parts) or place.zero_stage == 3
     is_mapped = anatomy.active_parameters == anatomy.parameters and stored == STORED_AS[precision]
-    loading: float = model if is_read_once else model * processes_of_machine / setting.stages
+    loading: float = model if is_read_once else model * processes_of_machine
     if is_mapped:  # of each stage once, of which processes that follow one another have the same
         stages_here = math.ceil(processes_of_machine * setting.stages / setting.world_size)
         loading = min(loading, model * stages_here / setting.stages)
