@@ -119,7 +119,7 @@ def test_a_limit_below_the_first_row_with_a_loss_is_refused(
 def test_answers_are_scored_and_written_with_the_rows(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    rows = [{"id": i, "prompt": "a " * (5 - i), "answer": "b"} for i in range(5)]
+    rows = [{"id": i, "prompt": "a " * (5 - i), "answer": "b", "evaluation": "good"} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lengths: list[int] = []
     longest = len(
@@ -136,7 +136,8 @@ def test_answers_are_scored_and_written_with_the_rows(
     assert main([*command, "--score", "exact_match", "--score", "contains", "--output", str(output)]) == 0
     assert lengths == [2, 2, 1]
     found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [{key: row[key] for key in ("id", "prompt", "answer")} for row in found] == rows
+    as_they_were = [row | {"evaluation": row["own_evaluation"]} for row in found]
+    assert [{key: row[key] for key in rows[0]} for row in as_they_were] == rows
     (each,) = found[4]["evaluation"]
     assert each["model"] == str(run)
     assert each["scores"]["contains"] == 1

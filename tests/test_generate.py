@@ -470,6 +470,21 @@ def test_a_row_that_has_no_key_left_for_its_own_answer_is_refused_before_weights
     assert f"{file}:1: the row has the keys `answer` and `own_answer`" in capsys.readouterr().err
 
 
+def test_an_output_that_cannot_be_created_is_refused_before_weights_load_and_an_empty_one_does_not_stay(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise InputError("the weights are wrong")
+
+    monkeypatch.setattr("finetune.models.loading.load_model", load)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n")
+    for output, said in ((tmp_path / "no" / "a.jsonl", "cannot be created"), (tmp_path / "a.jsonl", "are wrong")):
+        assert main(["generate", str(base), "--prompts", str(file), "--output", str(output)]) == 2
+        assert said in capsys.readouterr().err
+        assert not output.exists()
+
+
 def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
     trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -237,7 +237,7 @@ def test_weights_that_are_stored_as_they_are_computed_with_are_in_host_memory_on
     assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=64)) == 2 * 10**6 / 8
     assert needed("bfloat16", replace(split, strategy="tp_pp", tensor=8, stages=4, world_size=32)) == 2 * 10**6 / 4
     assert needed("bfloat16", replace(split, strategy="pp", tensor=1, stages=8, world_size=16)) == 2 * 10**6 / 2
-    assert needed("float32", replace(split, strategy="pp", tensor=1, stages=8)) == 8 * 2 * 10**6  # before it leaves them
+    assert needed("float32", replace(split, strategy="pp", tensor=1, stages=8)) == 8 * 2 * 10**6
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

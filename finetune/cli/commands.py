@@ -18,7 +18,7 @@ from finetune.cli.hub_first import ask_for_result, ask_for_run, ask_for_trained
 from finetune.cli.links_options import add_links
 from finetune.cli.report_verb import add_report
 from finetune.cli.setup_options import add_doctor, add_init
-from finetune.cli.talk_options import add_chat, add_generate
+from finetune.cli.talk_options import add_chat, add_generate, trusts_code
 from finetune.cli.train_options import add_train
 from finetune.errors import InputError, RunStopped, refuse_if_any
 
@@ -126,6 +126,7 @@ def _add_merge(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     merge.add_argument(
         "--text", metavar="FILE", type=Path, help="text to compare the models on; default: the run's own data"
     )
+    trusts_code(merge)
     merge.add_argument("--json", action="store_true", help="print the result as JSON")
     merge.set_defaults(run=_merge)
 
@@ -231,6 +232,7 @@ def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
             "path", metavar="RUN_OR_CHECKPOINT", type=Path, help="folder of a checkpoint, or output folder of a run"
         )
     export.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
+    trusts_code(export)
     for action, run in ((ls, _list_checkpoints), (verify, _verify_checkpoints), (export, _export_checkpoint)):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
         action.set_defaults(run=run)
@@ -248,6 +250,7 @@ def _merge(options: argparse.Namespace) -> int:
         base=options.base,
         dtype=options.dtype,
         text_file=options.text,
+        trust_remote_code=options.trust_remote_code,
         say=lambda line: print(line, file=sys.stderr),
     )
     print(json.dumps(result, indent=2) if options.json else describe(result))
@@ -318,7 +321,7 @@ def _export_checkpoint(options: argparse.Namespace) -> int:
     ask_for_trained(options.path)
     from finetune.export.checkpoint_export import describe, export
 
-    result = export(options.path, options.output)
+    result = export(options.path, options.output, trust_remote_code=options.trust_remote_code)
     print(json.dumps(result, indent=2) if options.json else describe(result))
     return 0
 

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from finetune.cli.hub_first import ask_for_data, ask_for_held_out, ask_for_result
+from finetune.cli.talk_options import trusts_code
 
 
 def add_evaluate(verbs: Any) -> None:
@@ -48,6 +49,7 @@ def add_evaluate(verbs: Any) -> None:
     evaluate.add_argument("--bits", type=int, choices=[4, 8], help="quantise the models")
     evaluate.add_argument("--base-model", metavar="PATH", help="folder of an adapter's base model, if it was moved")
     evaluate.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the models' own template")
+    trusts_code(evaluate)
     evaluate.set_defaults(run=_evaluate)
 
 

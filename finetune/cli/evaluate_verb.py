@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from finetune.cli.generate_verb import opened
+from finetune.cli.generate_verb import beside, lost_keys, opened
 from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.columns import renamed
@@ -34,11 +34,12 @@ from finetune.run.inputs import settings_of
 from finetune.scoring.asked_rows import AskedRows, asked_rows
 from finetune.scoring.intervals import Interval
 from finetune.scoring.scores import Score, score_of
-from finetune.scoring.task_rows import TaskRow, read_task_rows, refuse_unfit
+from finetune.scoring.task_rows import TaskRow, read_task_rows, refuse_unfit, shortened
 
 LOSS = "loss"
 """A score beside those of ``scoring.scores``: of the expected answers, by their tokens."""
 WIDTH = 80
+_EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def evaluate(options: argparse.Namespace) -> int:
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
+    lost = lost_keys([row.prompt for row in asked.rows], (_EVALUATION,)) if output is not None else []
+    refuse_if_any(shortened(lost, "kept as they are"))
     with _created(output) as file:
         unloaded = [_read(path, options) for path in filter(None, (options.model, options.other))]
         ready = [[_ready(known, asked, options) for known in each.known] for each in unloaded]
@@ -198,6 +201,7 @@ def _read(path: str, options: argparse.Namespace) -> Unloaded:
         bits=options.bits,
         chat_template=options.chat_template,
         compared=options.compare,
+        trust_remote_code=options.trust_remote_code,
     )
 
 
@@ -260,7 +264,7 @@ def _lines(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> I
                 said["log_probabilities"] = judgement.choices[place]
             said["scores"] = {each.name: each.totals[place] for each in judgement.measured if each.name != LOSS}
             found.append(said)
-        yield row.prompt.record | {"evaluation": found}
+        yield beside(row.prompt.record, {_EVALUATION: found})
 
 
 def _record(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> dict[str, Any]:

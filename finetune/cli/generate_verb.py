@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +41,7 @@ def speakers_of(options: argparse.Namespace) -> list[Speaker]:
         bits=options.bits,
         chat_template=options.chat_template,
         compared=options.compare,
+        trust_remote_code=options.trust_remote_code,
     )
     if torch.cuda.is_available() and any(speaker.model.device.type == "cpu" for speaker in speakers):
         print("The GPU has no room for the model; the CPU answers, slowly. --bits 4 takes less.", file=sys.stderr)
@@ -59,20 +60,20 @@ def generate(options: argparse.Namespace) -> int:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
     prompts = read_prompts(options.prompts, columns_of(options.model))
-    refuse_if_any(shortened(_lost_keys(prompts, _ANSWERS[: 1 + options.compare]), "kept as they are"))
+    refuse_if_any(shortened(lost_keys(prompts, _ANSWERS[: 1 + options.compare]), "kept as they are"))
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
-    speakers = speakers_of(options)
-    asked = [speaker.prompt_tokens(prompts) for speaker in speakers]  # all of them, before the first is answered
     with opened(output) as file:
+        speakers = speakers_of(options)
+        asked = [speaker.prompt_tokens(prompts) for speaker in speakers]  # all of them, before the first is answered
         begins = range(0, len(prompts), options.batch_size)
         shown = Console(stderr=True)
         for begin in track(begins, "Answering", console=shown, transient=True, disable=not shown.is_terminal):
             batch = slice(begin, begin + options.batch_size)
             answers = [speaker.answers(tokens[batch], manner) for speaker, tokens in zip(speakers, asked)]
             for prompt, *said in zip(prompts[batch], *answers):
-                row = _beside(prompt.record, _named(said))
+                row = beside(prompt.record, _named(said))
                 print(json.dumps(row, ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
@@ -137,7 +138,7 @@ def _named(answers: Sequence[Answer]) -> dict[str, str]:
     return dict(zip(_ANSWERS, (answer.text for answer in reversed(answers))))
 
 
-def _lost_keys(prompts: Sequence[Prompt], names: Sequence[str]) -> list[str]:
+def lost_keys(prompts: Sequence[Prompt], names: Sequence[str]) -> list[str]:
     """Rows whose own keys have the names of answers, and of what is kept of a row beside them, as sentences."""
     return [
         f"{prompt.source}: the row has the keys `{name}` and `{_OWN}{name}`, and the former is kept under the name of "
@@ -148,15 +149,15 @@ def _lost_keys(prompts: Sequence[Prompt], names: Sequence[str]) -> list[str]:
     ]
 
 
-def _beside(record: dict[str, Any], answers: dict[str, str]) -> dict[str, Any]:
-    """A row with its answers; what it has under their names is kept under others."""
+def beside(record: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its answers, or their scores; what it has under their names is kept under others."""
     own = {_OWN + name: record[name] for name in answers if name in record}
-    return record | own | answers
+    return {**record, **own, **answers}
 
 
 @contextmanager
 def opened(output: Path | None) -> Iterator[TextIO]:
-    """The file to create, or standard output for none.
+    """The file to create, or standard output for none. It is removed again if nothing comes to be in it.
 
     Raises:
         InputError: if it cannot be created.
@@ -168,5 +169,9 @@ def opened(output: Path | None) -> Iterator[TextIO]:
         file = output.open("x", encoding="utf-8")
     except OSError as error:
         raise InputError(f"--output {output} cannot be created ({error.strerror}); choose another file.") from error
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    finally:
+        if output.is_file() and output.stat().st_size == 0:
+            output.unlink()

@@ -69,6 +69,16 @@ def _add_model(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bits", type=int, choices=[4, 8], help="quantise the model")
     verb.add_argument("--base-model", metavar="PATH", help="folder of an adapter's base model, if it was moved")
     verb.add_argument("--chat-template", metavar="FILE", help="Jinja file or name, instead of the model's own template")
+    trusts_code(verb)
+
+
+def trusts_code(verb: argparse.ArgumentParser) -> None:
+    """The option to run a model's own code: to be given each time, since what it is given for may change."""
+    verb.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that comes with the model, where transformers has none: it may do whatever you may",
+    )
 
 
 def _generate(options: argparse.Namespace) -> int:

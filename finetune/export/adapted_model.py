@@ -131,7 +131,7 @@ def _load_base(source: AdapterSource, bits: int | None, dtype: torch.dtype) -> P
         source.base,
         copy.deepcopy(source.new_tokens.as_stored(source.config)),  # transformers notes in it how it quantised
         revision=source.revision,
-        trust_remote_code=False,
+        trust_remote_code=source.trust_remote_code,
         attention="auto",
         dtype=dtype,
         seed=source.seed,

@@ -23,6 +23,7 @@ from finetune.data.encoding import Settings
 from finetune.data.sources import Source, named_sources
 from finetune.distributed.strategy import DTYPES
 from finetune.errors import InputError, refuse_if_any
+from finetune.export import own_code
 from finetune.export.results import result_at
 from finetune.hub_access import is_hub_id
 from finetune.models import adapter, new_tokens, quantization, weights
@@ -47,6 +48,8 @@ class AdapterSource:
     """Of the base, with the rows that the adapter adds to its vocabulary."""
     new_tokens: NewTokens
     """Rows that the base lacks in its files."""
+    trust_remote_code: bool
+    """Whether code that comes with the base is run."""
     bits: int | None
     """Bits that the base was quantised to, for training or by its publisher."""
     dtype: torch.dtype
@@ -59,13 +62,14 @@ class AdapterSource:
     """How the run read it."""
 
 
-def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSource:
+def read(path: Path, *, base_model: str | None, bits: int | None, trust_remote_code: bool = False) -> AdapterSource:
     """Find the adapter and its base.
 
     Args:
         path: output folder of a run, or folder of an adapter.
         base_model: folder of the base, if it is not the one that the adapter names.
         bits: of the quantised base, if there is no run.yaml.
+        trust_remote_code: run the code that comes with the base.
 
     Raises:
         InputError: if there is no LoRA adapter or no base, or they do not fit together; or if the base has changed
@@ -82,7 +86,9 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         raise InputError(f"--bits {bits}: {run} says that the adapter was trained on {was} weights; leave --bits out.")
     bits, revision = bits or trained["bits"], trained["revision"] if base_model is None else None
     try:
-        config = models.load_config(base, revision=revision, trust_remote_code=False)
+        config = own_code.load_config(base, revision=revision, trust_remote_code=trust_remote_code)
+    except own_code.OwnCodeError:
+        raise
     except InputError as error:
         raise _unreadable(str(error)) from error
     refuse_if_any(quantization.problems(config, bits))
@@ -94,7 +100,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
             "configuration or its weights have changed, and the adapter is the difference to what they were; restore "
             f"it, or take it all the same with --base-model {base}."
         )
-    skeleton = models.without_weights(config, False)
+    skeleton = models.without_weights(config, trust_remote_code)
     grown = _grown(folder, skeleton)
     try:
         files = [] if random_weights else weights.files(base, revision)
@@ -103,7 +109,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
     except InputError as error:
         raise _unreadable(str(error)) from error
     config = grown.grown(config)
-    skeleton = models.without_weights(config, False) if grown else skeleton
+    skeleton = models.without_weights(config, trust_remote_code) if grown else skeleton
     refuse_if_any(_tensor_problems(folder, base, skeleton))
     refuse_if_any(weights.not_finite([folder / adapter.WEIGHTS]))
     return AdapterSource(
@@ -114,6 +120,7 @@ def read(path: Path, *, base_model: str | None, bits: int | None) -> AdapterSour
         revision=revision,
         config=config,
         new_tokens=grown,
+        trust_remote_code=trust_remote_code,
         bits=bits or quantization.stored_bits(config),
         dtype=trained.get("dtype", models.stored_dtype(config)),
         seed=trained.get("seed", 0),

@@ -22,17 +22,19 @@ from finetune.data.named_templates import NAMED
 from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
+from finetune.export import own_code
 from finetune.models import adapter, adapter_start, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
 
 
-def export(path: Path, folder: Path) -> dict[str, Any]:
+def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Write the model or adapter of a checkpoint to a new folder, complete or not at all.
 
     Args:
         path: a checkpoint, or a run, of which the newest checkpoint is used.
+        trust_remote_code: run the code that comes with the model.
 
     Returns:
         What was written, for JSON.
@@ -47,16 +49,16 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
     config, run = _record(checkpoint)
     named = config["model"]
     refuse_if_any(models.problems(named["path"], named["tokenizer"], None))
-    source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": False}
+    source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": trust_remote_code}
     template = config["data"].get("chat_template")
     by_name = template if template in NAMED else None  # no file that a checkpoint names is opened: its text is kept
     origin = named["tokenizer"] or named["path"]
     tokenizer = models.load_tokenizer(origin, chat_template=by_name, adds_tokens=True, **source)
     tokenizer.chat_template = run["chat_template"]
-    stored = models.load_config(named["path"], **source)
+    stored = own_code.load_config(named["path"], **source)
     section = sections.Model(path=named["path"], tokenizer=named["tokenizer"], **source)
     new = new_tokens.of_template(section, by_name, stored, new_tokens.grown_rows_of(run))
-    model = models.without_weights(new.grown(stored), False)
+    model = models.without_weights(new.grown(stored), trust_remote_code)
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:
         _attach(model, config, models.stored_dtype(model.config), new.rows)
@@ -70,7 +72,8 @@ def export(path: Path, folder: Path) -> dict[str, Any]:
         bare = name.removeprefix(AVERAGES).removeprefix(WEIGHTS)
         trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
         state[bare] = trained if adapter_alone else trained.to(dtype)
-    beginning = _beginning(checkpoint, config) if config["adapter"].get("init") in ("pissa", "olora") else {}
+    computed = config["adapter"].get("init") in ("pissa", "olora")
+    beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
     temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
     try:
@@ -144,7 +147,7 @@ def _attach(
     adapter.attach(model, _section(config), **base, dtype=dtype, seed=seed, token_rows=token_rows)
 
 
-def _beginning(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _beginning(checkpoint: Checkpoint, config: dict[str, Any], trust_remote_code: bool) -> dict[str, torch.Tensor]:
     """What the adapter began with, as the run computed it: of the same base, rounded as it was.
 
     Raises:
@@ -160,9 +163,9 @@ def _beginning(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torc
     dtype = torch.bfloat16 if config["train"]["weights"] == "bf16" else DTYPES[run["strategy"]["precision"]]
     base = models.load_model(
         path,
-        models.load_config(path, revision=revision, trust_remote_code=False),
+        own_code.load_config(path, revision=revision, trust_remote_code=trust_remote_code),
         revision=revision,
-        trust_remote_code=False,
+        trust_remote_code=trust_remote_code,
         attention="auto",
         dtype=dtype,
         seed=seed,

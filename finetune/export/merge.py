@@ -55,6 +55,7 @@ def merge(
     base: str | None = None,
     dtype: str = "bf16",
     text_file: Path | None = None,
+    trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Merge an adapter and write the model to ``folder``.
@@ -67,6 +68,7 @@ def merge(
             these) or ``original`` (the weights before quantisation).
         dtype: of the merged model, ``bf16`` or ``fp32``.
         text_file: to compare on, instead of the run's own data.
+        trust_remote_code: run the code that comes with the base.
         say: shows a line of progress.
 
     Returns:
@@ -80,10 +82,10 @@ def merge(
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
     start, out = time.perf_counter(), DTYPES[dtype]
     refuse_if_any(output_problems(folder))
-    source = adapter_source.read(path, base_model=base_model, bits=bits)
+    source = adapter_source.read(path, base_model=base_model, bits=bits, trust_remote_code=trust_remote_code)
     onto = base or ("dequantized" if source.bits else "original")
     refuse_if_any(onto_problems(source, onto))
-    parameters = models.without_weights(source.config, False).num_parameters()
+    parameters = models.without_weights(source.config, trust_remote_code).num_parameters()
     refuse_if_any(disk_problems(folder, parameters * out.itemsize))
     tokenizer = load_tokenizer(source)
     text = comparison.choose_text(
@@ -118,7 +120,9 @@ def merge(
         del merged
         gc.collect()
         say("Reading the merged model back ...")
-        saved = AutoModelForCausalLM.from_pretrained(temporary, dtype=out, use_safetensors=True)
+        saved = AutoModelForCausalLM.from_pretrained(
+            temporary, dtype=out, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
         difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text))
         limit = largest_kl(source, onto, rounding)
         result = {
@@ -233,7 +237,7 @@ def load_tokenizer(source: AdapterSource) -> PreTrainedTokenizerBase:
     own = (source.folder / "tokenizer_config.json").is_file()
     path, revision = (str(source.folder), None) if own else (source.base, source.revision)
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
         raise InputError(
             f"No tokenizer could be loaded from {path} ({str(error).splitlines()[0]}); copy its files to the "

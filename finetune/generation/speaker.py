@@ -18,7 +18,7 @@ from finetune.data.prompt_texts import Prompt, room_problems, texts_of, tokens_o
 from finetune.data.template_process import TemplateProcess, end_of_turn
 from finetune.distributed.strategy import native_precision
 from finetune.errors import InputError, refuse_if_any
-from finetune.export import adapted_model, adapter_source
+from finetune.export import adapted_model, adapter_source, own_code
 from finetune.export.results import Result, result_at
 from finetune.generation.manner import Manner
 from finetune.hub_access import is_hub_id
@@ -178,15 +178,19 @@ class Unloaded:
     load: Callable[[], list[Speaker]]
 
 
-def load_speakers(
-    path: str, *, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
-) -> list[Speaker]:
+def load_speakers(path: str, **given: Any) -> list[Speaker]:
     """What ``read_speakers`` has read, with its weights."""
-    return read_speakers(path, base_model=base_model, bits=bits, chat_template=chat_template, compared=compared).load()
+    return read_speakers(path, **given).load()
 
 
 def read_speakers(
-    path: str, *, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+    path: str,
+    *,
+    base_model: str | None,
+    bits: int | None,
+    chat_template: str | None,
+    compared: bool,
+    trust_remote_code: bool = False,
 ) -> Unloaded:
     """The model that a path names; before it the one that it was trained from, where they are compared.
 
@@ -197,13 +201,14 @@ def read_speakers(
         base_model: folder of an adapter's base, if it was moved.
         bits: 4 or 8, to quantise a model; of an adapter's base, if there is no run.yaml.
         chat_template: Jinja file or name, instead of the tokenizer's own template.
+        trust_remote_code: run the code that comes with the model.
 
     Raises:
         InputError: if there is no such model, or it cannot be loaded; loading raises it for what the files do not show.
     """
     models.quiet()
     with _of_options():
-        found = _read(path, base_model, bits, chat_template, compared)
+        found = _read(path, base_model, bits, chat_template, compared, trust_remote_code)
     return Unloaded(found.known, _of_options()(found.load))
 
 
@@ -228,30 +233,32 @@ def columns_of(path: str) -> Columns:
     return tuple(data.get("columns", {}).items())
 
 
-def _read(path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool) -> Unloaded:
+def _read(
+    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool, trusts: bool
+) -> Unloaded:
     refuse_if_any(problems(chat_template))
     result = None if is_hub_id(path) else result_at(Path(path))
     if result is not None and result.is_adapter:
-        return _adapted(path, base_model, bits, chat_template, compared)
+        return _adapted(path, base_model, bits, chat_template, compared, trusts)
     if base_model is not None:
         raise InputError(f"--base-model: {path} is a model and not an adapter; leave it out.")
     folder = path if result is None else str(result.folder)
     before = _trained_from(path, result) if compared else None
-    tokenizer = _tokenizer(folder, None, chat_template)
-    own = _whole(folder, None, tokenizer, bits)
+    tokenizer = _tokenizer(folder, None, chat_template, trusts)
+    own = _whole(folder, None, tokenizer, bits, trusts)
     if before is None:
         return own
-    first = _whole(*before, tokenizer, bits)
+    first = _whole(*before, tokenizer, bits, trusts)
     return Unloaded([*first.known, *own.known], lambda: [*first.load(), *own.load()])
 
 
 def _adapted(
-    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool
+    path: str, base_model: str | None, bits: int | None, chat_template: str | None, compared: bool, trusts: bool
 ) -> Unloaded:
-    source = adapter_source.read(Path(path), base_model=base_model, bits=bits)
+    source = adapter_source.read(Path(path), base_model=base_model, bits=bits, trust_remote_code=trusts)
     has_own = (source.folder / "tokenizer_config.json").is_file()
     where, revision = (str(source.folder), None) if has_own else (source.base, source.revision)
-    tokenizer = _tokenizer(where, revision, chat_template)
+    tokenizer = _tokenizer(where, revision, chat_template, trusts)
     ends = end_tokens_of(source.config, source.base, revision=source.revision)
     own = _known(path, source.config, tokenizer, ends)
     base = replace(own, name=source.base)
@@ -264,10 +271,12 @@ def _adapted(
     return Unloaded([base, own] if compared else [own], load)
 
 
-def _whole(path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, bits: int | None) -> Unloaded:
-    config = models.load_config(path, revision=revision, trust_remote_code=False)
+def _whole(
+    path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, bits: int | None, trusts: bool
+) -> Unloaded:
+    config = own_code.load_config(path, revision=revision, trust_remote_code=trusts)
     refuse_if_any(quantization.problems(config, bits))
-    refuse_if_any(weights.problems(models.without_weights(config, False), weights.files(path, revision)))
+    refuse_if_any(weights.problems(models.without_weights(config, trusts), weights.files(path, revision)))
     known = _known(path, config, tokenizer, end_tokens_of(config, path, revision=revision))
 
     def load() -> list[Speaker]:
@@ -276,7 +285,7 @@ def _whole(path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, 
             path,
             config,
             revision=revision,
-            trust_remote_code=False,
+            trust_remote_code=trusts,
             attention="auto",
             dtype=_dtype(models.stored_dtype(config)),
             seed=0,
@@ -295,9 +304,11 @@ def _known(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBa
     return Known(name, tokenizer, tuple(sorted({*ends, *own})), models.most_positions(config.get_text_config()))
 
 
-def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> PreTrainedTokenizerBase:
+def _tokenizer(path: str, revision: str | None, chat_template: str | None, trusts: bool) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = models.load_tokenizer(path, revision=revision, trust_remote_code=False, chat_template=chat_template)
+        tokenizer = models.load_tokenizer(
+            path, revision=revision, trust_remote_code=trusts, chat_template=chat_template
+        )
     except InputError as error:
         what, key, _ = str(error).partition("; set model.tokenizer")
         raise InputError(f"{what}; copy the files of a fast tokenizer to that folder." if key else what) from error
