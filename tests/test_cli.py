@@ -72,6 +72,13 @@ def test_every_verb_answers_a_program_in_json(words: str, capsys: pytest.Capture
     assert re.search(r"^  --json ", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("words", [*VERBS, *ACTIONS])
+def test_help_writes_percent_as_it_is_read(words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        commands.main([*words.split(), "--help"])
+    assert "%%" not in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, an adapter of it, rows, a run at work with an incomplete checkpoint, and a folder that holds nothing."""
