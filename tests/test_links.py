@@ -198,6 +198,24 @@ def test_wrong_input_is_a_sentence(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "words", "said"),
+    [
+        (4, ["--gpus", "8"], "--gpus 8: this machine has 4; give at most that."),
+        (1, ["--gpus", "2"], "one GPU, and a link needs two processes at least; start it on several machines"),
+        (1, [], "This machine has one GPU: a link needs two processes at least; start it on several machines"),
+    ],
+)
+def test_a_machine_with_gpus_is_not_told_to_rehearse_on_the_cpu_which_it_refuses(
+    gpus: int, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.distributed.launcher.gpu_count", lambda: gpus)
+    assert commands.main(["links", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "--processes" not in told
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (RunStopped("The machines have 2, 1 processes; start as many on each."), "^The machines have 2, 1 processes"),

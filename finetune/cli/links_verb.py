@@ -40,18 +40,18 @@ def _processes(options: argparse.Namespace, gpus: int) -> int:
     flag, asked = ("--gpus", options.gpus) if options.processes is None else ("--processes", options.processes)
     if gpus and options.processes is not None:
         raise InputError(f"--processes {asked} is for machines without a GPU, and this one has {gpus}; use --gpus.")
+    several = "start it on several machines (finetune links --help)"
     if options.gpus is not None and options.gpus > gpus:
-        otherwise = f"give at most that, or use --processes {options.gpus} to rehearse on the CPU"
-        if not gpus:
-            otherwise = f"use --processes {max(2, options.gpus)} to rehearse on the CPU"
-        raise InputError(f"--gpus {options.gpus}: this machine has {gpus or 'no GPU'}; {otherwise}.")
+        known = {
+            0: f"no GPU; use --processes {max(2, options.gpus)} to rehearse on the CPU",
+            1: f"one GPU, and a link needs two processes at least; {several}",
+        }
+        raise InputError(f"--gpus {options.gpus}: this machine has {known.get(gpus, f'{gpus}; give at most that')}.")
     processes: int = gpus if asked is None else asked
     if processes < 2:
         what = f"{flag} {asked}" if asked is not None else "This machine has " + ("one GPU" if gpus else "no GPU")
-        raise InputError(
-            f"{what}: a link needs two processes at least; use --processes 2 to rehearse on the CPU, or start it on "
-            "several machines (finetune links --help)."
-        )
+        rehearsal = "" if gpus else "use --processes 2 to rehearse on the CPU, or "
+        raise InputError(f"{what}: a link needs two processes at least; {rehearsal}{several}.")
     return processes
 
 
