@@ -82,6 +82,18 @@ def test_a_trace_holds_no_inputs_of_layers_on_the_gpu_and_attention_is_computed_
 PHASES = ("forward", "backward")
 
 
+def test_one_process_under_fsdp2_gathers_no_more_than_each_of_two_does() -> None:
+    """Between the micro-batches of a step it would hold the gradients of the whole model in fp32."""
+    gathered = []
+    for processes in (1, 2):
+        setting = Setting(strategy="fsdp2_offload", world_size=processes, activation_checkpointing=True)
+        step = traced_step(SMALL, setting, row_tokens=TOKENS)
+        assert step.micro_batches == 2
+        moments = step.moments(step.micro_batch(1, TOKENS))
+        gathered.append(max(moment.categories.get("gathered", 0.0) for moment in moments))
+    assert gathered[0] <= gathered[1]
+
+
 def test_host_memory_is_counted_as_it_is_pinned_in_powers_of_two_for_each_process_and_micro_batch_on_its_way() -> None:
     step, anatomy = LLAMA_8B.tracer.step(OFFLOAD), LLAMA_8B.anatomy
     assert offloaded_bytes(step, anatomy, OFFLOAD) == 2 * 32 * GIB  # each of 131,072 tokens of 8 KiB

@@ -108,8 +108,6 @@ def _accelerator(strategy: Strategy, accumulation: int, weights: str) -> Acceler
             num_steps=accumulation,
             # the default ends accumulation early at the end of a data loader and shifts the gradient of that step
             sync_with_dataloader=False,
-            # otherwise FSDP holds the gradients of the whole model on every process until the last micro-batch
-            sync_each_batch=strategy.is_fsdp,
         ),
         parallelism_config=_parallelism(strategy),
         # otherwise it keeps every gradient twice

@@ -48,9 +48,10 @@ def _backward(
     """Add the gradients of one micro-batch to those of the step, reduced over the processes with the step's last one.
 
     The graph lives in this frame only: some functions hold tensors until it goes, and the optimizer's step comes next.
-    DeepSpeed steps inside it, with the step's last micro-batch; set the learning rate before.
+    DeepSpeed steps inside it, with the step's last micro-batch; set the learning rate before. FSDP reduces gradients
+    with every micro-batch: it would hold those of the whole model otherwise, on one process as well.
     """
-    with accelerator.accumulate(model):
+    with accelerator.accumulate(*() if accelerator.is_fsdp2 else (model,)):
         loss = loss_sum(model, micro_batch)
         accelerator.backward(
             scaled(loss, accelerator.num_processes * accelerator.gradient_accumulation_steps / divide_by)
