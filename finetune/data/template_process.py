@@ -83,7 +83,7 @@ class TemplateProcess:
         self._seconds = seconds
         self.special = template.special
         """Finds the tokenizer's special tokens in a text."""
-        self._pickled = pickle.dumps(template)
+        self.pickled = pickle.dumps(template)
         self._child = shared_child()
         self._refusal: str | None = None
 
@@ -100,7 +100,7 @@ class TemplateProcess:
         with self._child.lock:
             if self._refusal is None:
                 seconds = [self._seconds + SECONDS_PER_MESSAGE * len(each.messages) for each in conversations]
-                answers = self._child.answers(self._pickled, list(zip(conversations, seconds)))
+                answers = self._child.answers(self.pickled, list(zip(conversations, seconds)))
                 rendered = [answer for answer in answers if not isinstance(answer, str)]
                 if len(rendered) == len(conversations):
                     return rendered
@@ -118,15 +118,26 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """
     if tokenizer.chat_template is None:
         return None
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     template = TemplateProcess(tokenizer)
+    if template.pickled not in _endings:  # a child takes a second to start
+        _endings[template.pickled] = _ending(template)
+    token = tokenizer.convert_tokens_to_ids(_endings[template.pickled] or "")
+    return token if isinstance(token, int) else None
+
+
+def _ending(template: TemplateProcess) -> str | None:
+    """The special token at the end of an answer."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (found,) = template.render([Conversation("a question of one letter", messages, None, "turns")])
     if isinstance(found, BadRow):
         return None
     first, end = found[-1].turns[1]
     last = re.search(rf"(?:{template.special.pattern})\Z", found[-1].text[first:end])
-    token = tokenizer.convert_tokens_to_ids(last[0]) if last else None
-    return token if isinstance(token, int) else None
+    return last[0] if last else None
+
+
+_endings: dict[bytes, str | None] = {}
+"""Of the templates that this process has asked for, by what is sent of them."""
 
 
 class _Child:

@@ -90,7 +90,11 @@ def finished_run(folder: Path) -> dict[str, Any]:
 
 def finished_steps(folder: Path) -> int:
     """Optimizer steps that the run in this folder has made, if its own result is in final/; else 0."""
-    result = finished_run(folder)
+    return steps_of(finished_run(folder))
+
+
+def steps_of(result: dict[str, Any]) -> int:
+    """Optimizer steps that a finished run has made, by its record; 0 for none."""
     return int(result.get("stopped", {}).get("after_step") or result.get("steps", 0))
 
 

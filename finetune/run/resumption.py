@@ -122,10 +122,13 @@ def is_finished(cfg: sections.Run, batches: Batches | Stream) -> bool:
     Raises:
         InputError: if it was trained on other rows.
     """
+    if cfg.checkpoint.resume != "auto":
+        return False
     folder, steps = Path(cfg.train.output_dir), batches.steps
-    done, run = run_files.finished_steps(folder), run_files.finished_run(folder)
+    run = run_files.finished_run(folder)
+    done = run_files.steps_of(run)
     stops = done < steps and improvement.still_stops(cfg.eval, run)
-    if cfg.checkpoint.resume != "auto" or not (done == steps or stops):
+    if not (done == steps or stops):
         return False
     if run["data"]["train"] != batches.fingerprint:
         raise InputError(
