@@ -12,7 +12,7 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -103,8 +103,7 @@ def merge(
     before = list(comparison.logits(trained, text))
     rounding = None
     if out.itemsize < torch.float32.itemsize and source.bits != 8:
-        with adapted_model.rounding_to(trained, out):
-            rounding = comparison.compare(before, comparison.logits(trained, text)).mean_kl
+        rounding = _kl_of_rounding(trained, out, before, text)
     del trained
     gc.collect()  # PEFT's modules know each other
     temporary = temporary_folder(folder)
@@ -120,9 +119,7 @@ def merge(
         del merged
         gc.collect()
         say("Reading the merged model back ...")
-        saved = AutoModelForCausalLM.from_pretrained(
-            temporary, dtype=out, use_safetensors=True, trust_remote_code=trust_remote_code
-        )
+        saved = _read_back(temporary, out, trust_remote_code)
         difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text))
         limit = largest_kl(source, onto, rounding)
         result = {
@@ -226,6 +223,18 @@ def onto_problems(source: AdapterSource, onto: str) -> list[str]:
             f"--base out, or give the 16-bit model with --base-model and add --bits {source.bits}."
         ]
     return []
+
+
+def _kl_of_rounding(trained: Any, dtype: torch.dtype, before: Sequence[torch.Tensor], text: comparison.Text) -> float:
+    """What rounding the weights alone costs."""
+    with adapted_model.rounding_to(trained, dtype):
+        return comparison.compare(before, comparison.logits(trained, text)).mean_kl
+
+
+def _read_back(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
 
 
 def load_tokenizer(source: AdapterSource) -> PreTrainedTokenizerBase:
