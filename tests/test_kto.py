@@ -18,8 +18,8 @@ from finetune.data.batches import Inputs
 from finetune.data.encoding import Row
 from finetune.data.formats import convert_compared
 from finetune.errors import BadRow, InputError
+from finetune.training.mismatched import both_answers, mismatched
 from finetune.training.preference_loss import Pairs, figures_of, losses_of
-from finetune.training.reference_point import both_answers, mismatched
 
 COMPARED = ("loss", "grad_norm", "reward_chosen", "reward_rejected", "accuracy", "reference_point", "kl", "tokens")
 

@@ -214,7 +214,7 @@ def test_wrong_configuration_is_printed_once_by_all_processes_together_and_ends_
     flags = flags_for(saved_model, conversations, tmp_path / "out")
     result = launch("ddp", 2, *flags, "--train.global_batch_size", "7", "--data.eval", tmp_path / "missing.jsonl")
     assert result.returncode != 0
-    assert result.stderr.count("error: train.global_batch_size 7 does not divide") == 1
+    assert result.stderr.count("error: train.global_batch_size 7 rows cannot be shared") == 1
     assert result.stderr.count("error: ") == 2
     assert "missing.jsonl: there is no such data file" in result.stderr
     assert "exitcode  : 2" in result.stderr

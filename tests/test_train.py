@@ -333,7 +333,7 @@ def test_refusal_of_two_processes_is_printed_once_and_ends_with_code_2(configura
     process = finetune(configuration, "--processes", "2", "--train.global_batch_size", "7")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 2, errors
-    assert errors.count("error: ") == errors.count("error: train.global_batch_size 7 does not divide") == 1
+    assert errors.count("error: ") == errors.count("error: train.global_batch_size 7 rows cannot be shared") == 1
     assert "Traceback" not in output + errors
     assert "exitcode" not in errors
 

@@ -83,7 +83,7 @@ class TemplateProcess:
         self._seconds = seconds
         self.special = template.special
         """Finds the tokenizer's special tokens in a text."""
-        self.pickled = pickle.dumps(template)
+        self._pickled = pickle.dumps(template)
         self._child = shared_child()
         self._refusal: str | None = None
 
@@ -100,7 +100,7 @@ class TemplateProcess:
         with self._child.lock:
             if self._refusal is None:
                 seconds = [self._seconds + SECONDS_PER_MESSAGE * len(each.messages) for each in conversations]
-                answers = self._child.answers(self.pickled, list(zip(conversations, seconds)))
+                answers = self._child.answers(self._pickled, list(zip(conversations, seconds)))
                 rendered = [answer for answer in answers if not isinstance(answer, str)]
                 if len(rendered) == len(conversations):
                     return rendered
@@ -119,9 +119,9 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     if tokenizer.chat_template is None:
         return None
     template = TemplateProcess(tokenizer)
-    if template.pickled not in _endings:  # a child takes a second to start
-        _endings[template.pickled] = _ending(template)
-    token = tokenizer.convert_tokens_to_ids(_endings[template.pickled] or "")
+    if template._pickled not in _endings:  # a child takes a second to start
+        _endings[template._pickled] = _ending(template)
+    token = tokenizer.convert_tokens_to_ids(_endings[template._pickled] or "")
     return token if isinstance(token, int) else None
 
 

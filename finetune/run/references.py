@@ -19,8 +19,8 @@ from finetune.models import continued_adapter, loading
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
 from finetune.training.evaluation import of_each_share
+from finetune.training.mismatched import both_answers
 from finetune.training.preferences import reference_answers
-from finetune.training.reference_point import both_answers
 from finetune.units import spoken
 
 OWN_NAME = "references"

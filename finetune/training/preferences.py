@@ -15,8 +15,8 @@ from finetune.data.encoding import Row
 from finetune.data.sampler import EMPTY, micro_batches
 from finetune.training.documents import document_numbers, of_documents
 from finetune.training.loss import Figure, Objective, added, is_training
+from finetune.training.mismatched import mismatched
 from finetune.training.preference_loss import Pairs, figure_names, figures_of, losses_of
-from finetune.training.reference_point import mismatched
 
 AsReference = Callable[[torch.nn.Module], AbstractContextManager[object]]
 """Within it a model computes as the one that training begins with."""
