@@ -27,7 +27,7 @@ from finetune.export import adapted_model, adapter_source
 from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
-from finetune.generation.speaker import Answer, Speaker, load_speakers
+from finetune.generation.speaker import Answer, Speaker, read_speakers
 from finetune.models import loading as models
 from finetune.models import weights
 from recipes import sft
@@ -82,7 +82,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 def load(path: Path, **changes: Any) -> list[Speaker]:
     settings = {"base_model": None, "bits": None, "chat_template": None, "compared": False} | changes
-    return load_speakers(str(path), **settings)
+    return read_speakers(str(path), **settings).load()
 
 
 def quantised_layers(speaker: Speaker) -> set[int]:

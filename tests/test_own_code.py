@@ -65,3 +65,13 @@ def test_it_is_run_where_that_is_asked_for_and_nowhere_else(
     if verb == "merge":
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "new", trust_remote_code=True)
         assert type(saved).__name__ == "OwnForCausalLM"
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_a_whole_model_asks_for_it_as_well(verb: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "what is 1 + 1?", "completion": "2"}) + "\n")
+    given = ["--data", str(tmp_path / "rows.jsonl")] if verb == "evaluate" else ["what is 1 + 1?"]
+    command = [verb, str(base), *given, "--max-new-tokens", "2"]
+    assert main(command) == 2
+    assert "add --trust-remote-code" in capsys.readouterr().err
+    assert main([*command, "--trust-remote-code"]) == 0

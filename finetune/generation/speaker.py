@@ -178,11 +178,6 @@ class Unloaded:
     load: Callable[[], list[Speaker]]
 
 
-def load_speakers(path: str, **given: Any) -> list[Speaker]:
-    """What ``read_speakers`` has read, with its weights."""
-    return read_speakers(path, **given).load()
-
-
 def read_speakers(
     path: str,
     *,

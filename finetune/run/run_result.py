@@ -122,7 +122,9 @@ class RunResult:
 
     @cached_property
     def _speaker(self) -> Any:
-        from finetune.generation.speaker import load_speakers
+        from finetune.generation.speaker import read_speakers
 
-        (speaker,) = load_speakers(str(self.folder), base_model=None, bits=None, chat_template=None, compared=False)
+        (speaker,) = read_speakers(
+            str(self.folder), base_model=None, bits=None, chat_template=None, compared=False
+        ).load()
         return speaker
