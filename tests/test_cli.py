@@ -179,6 +179,32 @@ def test_a_wrong_command_is_answered_with_one_sentence_within_seconds(
     assert "usage: " in printed.err or printed.err == f"{sentence}\n"
 
 
+@pytest.mark.parametrize(
+    ("runs", "words", "taken"),
+    [
+        ("talk_options._generate", "generate R --json Hello", {"prompt": "Hello", "json": True}),
+        ("talk_options._generate", "generate --bits 4 R -", {"prompt": "-", "bits": 4}),
+        ("talk_options._generate", "generate R Hello --json", {"prompt": "Hello", "json": True}),
+        ("evaluate_options._evaluate", "evaluate R --data rows other", {"other": "other", "data": "rows"}),
+        ("report_verb._report", "report R --json S T", {"runs": [Path("R"), Path("S"), Path("T")], "json": True}),
+    ],
+)
+def test_words_are_taken_before_and_behind_options(
+    runs: str, words: str, taken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(f"finetune.cli.{runs}", lambda options: found.update(vars(options)) or 0)
+    assert commands.main(words.split()) == 0
+    assert {key: found[key] for key in taken} == taken
+
+
+@pytest.mark.parametrize("words", ["generate R Hello --json there", "generate R --json one two", "chat R --json Hello"])
+def test_a_word_that_nothing_takes_is_refused(words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        commands.main(words.split())
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_init_says_where_it_has_copied_what(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

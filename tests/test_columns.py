@@ -22,7 +22,7 @@ from finetune.data.sources import Source
 from finetune.data.streaming import Stream
 from finetune.errors import InputError
 from finetune.generation.prompts import read_prompts
-from finetune.generation.speaker import columns_of
+from finetune.generation.speaker_loading import columns_of
 from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()

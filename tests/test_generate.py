@@ -17,6 +17,7 @@ import torch
 import yaml
 from peft import PeftModel
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune.cli.commands import main
@@ -27,7 +28,8 @@ from finetune.export import adapted_model, adapter_source
 from finetune.generation.dialogue import Dialogue
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
-from finetune.generation.speaker import Answer, Speaker, read_speakers
+from finetune.generation.speaker import Answer, Speaker
+from finetune.generation.speaker_loading import Request, read_speakers
 from finetune.models import loading as models
 from finetune.models import weights
 from recipes import sft
@@ -81,8 +83,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 def load(path: Path, **changes: Any) -> list[Speaker]:
-    settings = {"base_model": None, "bits": None, "chat_template": None, "compared": False} | changes
-    return read_speakers(str(path), **settings).load()
+    return read_speakers(Request(str(path), **changes)).load()
 
 
 def quantised_layers(speaker: Speaker) -> set[int]:
@@ -155,7 +156,7 @@ def test_a_model_is_quantised_where_that_is_asked(trained: Any):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_model_before_training_answers_beside_it_and_leaves_it_as_it_was(method: str, trained: Any, base: Path):
     tokenizer = AutoTokenizer.from_pretrained(base)
-    before, after = load(trained(method), compared=True)
+    before, after = load(trained(method), compares=True)
     (alone,) = load(trained(method))
     (prompt,) = asked(after, HELLO)
     assert before.name == str(base)
@@ -186,7 +187,7 @@ def test_the_model_before_training_is_the_revision_that_the_run_names(
     watch(models, "load_config")
     watch(models, "load_model")
     watch(weights, "files")
-    load(run, compared=True)
+    load(run, compares=True)
     names = ("load_config", "load_model", "files")
     assert set(asked_for) == {(name, *of) for name in names for of in ((True, "v2"), (False, None))}
 
@@ -506,6 +507,26 @@ def test_one_prompt_is_answered_as_text_as_json_and_side_by_side(
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_another_base_than_that_of_the_run_is_said_by_all_verbs_that_ask(
+    trained: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def said(folder: Path) -> list[str]:
+        model = [str(trained("lora")), "--base-model", str(folder), "--max-new-tokens", "1"]
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(json.dumps({"prompt": "Hello", "completion": "there"}) + "\n")
+        errors = []
+        for verb in (["generate", *model, "Hello"], ["evaluate", *model, "--data", str(rows)]):
+            assert main(verb) == 0
+            errors.append(capsys.readouterr().err)
+        return errors
+
+    shutil.copytree(base, tmp_path / "moved")
+    assert not any("the one that the run recorded" in error for error in said(tmp_path / "moved"))
+    other = load_file(tmp_path / "moved" / "model.safetensors")
+    save_file({name: weight + 0.01 for name, weight in other.items()}, tmp_path / "moved" / "model.safetensors")
+    assert all("is not the one that the run recorded" in error for error in said(tmp_path / "moved"))
+
+
 @pytest.mark.parametrize(
     ("most", "positions", "more", "said"),
     [
@@ -526,7 +547,7 @@ def test_what_cut_an_answer_is_said(
 ):
     lora = str(trained("lora"))
     monkeypatch.setattr(models, "most_positions", lambda config: positions)
-    monkeypatch.setattr("finetune.generation.speaker.end_tokens_of", lambda *of, **how: ())
+    monkeypatch.setattr("finetune.generation.speaker_loading.end_tokens_of", lambda *of, **how: ())
     monkeypatch.setattr(Speaker, "_answer", lambda self, row: Answer("a", len(row), True))
     capsys.readouterr()
     assert main(["generate", lora, HELLO, *more, "--max-new-tokens", str(most)]) == 0

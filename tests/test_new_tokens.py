@@ -32,7 +32,7 @@ from finetune.export import adapted_model, adapter_source
 from finetune.export.checkpoint_export import export
 from finetune.export.merge import merge
 from finetune.generation.manner import Manner
-from finetune.generation.speaker import read_speakers
+from finetune.generation.speaker_loading import Request, read_speakers
 from finetune.models import adapter, loading, new_tokens
 from finetune.models.token_rows import compute_apart
 from finetune.optim.optimizer import build_optimizer
@@ -320,7 +320,7 @@ def test_a_vocabulary_that_grew_to_any_number_of_rows_keeps_it(
 def test_what_was_trained_answers_and_stops_at_the_end_of_a_turn(method: str, runs: Runs):
     base = runs.base(tied=True)
     folder = runs(base, **({} if method == "lora" else {"adapter__type": method}))
-    before, after = read_speakers(str(folder), base_model=None, bits=None, chat_template=None, compared=True).load()
+    before, after = read_speakers(Request(str(folder), compares=True)).load()
     end = after.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end == KNOWN + 1
     assert end in after.end_tokens
@@ -385,7 +385,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(runs: Runs):
     assert "has a bias, which PEFT does not train for single tokens; set adapter.type to none" in problem
     assert new_tokens.problems(model, new, sections.Adapter(type="none")) == []
     with pytest.raises(InputError, match="chatml needs the special tokens"):
-        read_speakers(str(base), base_model=None, bits=None, chat_template="chatml", compared=False).load()
+        read_speakers(Request(str(base), chat_template="chatml")).load()
 
 
 def test_the_plan_counts_the_rows(runs: Runs, arithmetic_steps: None):

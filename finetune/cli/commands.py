@@ -69,7 +69,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     _add_plan(verbs)
     add_links(verbs)
     _add_checkpoint(verbs)
-    options, others = parser.parse_known_args(arguments)
+    options, words = parser.parse_known_args(arguments)
+    others = _left_over(words, options)
     takes_keys = options.verb in ("data", "plan", "train")
     if others and not takes_keys:
         parser.error(f"unrecognized arguments: {' '.join(others)}{_meant(others[0], verbs.choices[options.verb])}")
@@ -82,6 +83,24 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return exit_code
+
+
+def _left_over(words: list[str], options: argparse.Namespace) -> list[str]:
+    """Words that no argument takes. An argument that may be left out takes those that follow an option.
+
+    argparse takes it to be left out there: in ``generate RUN --json Hello`` the prompt is none, and Hello is a word.
+    """
+    name = getattr(options, "late_words", None)
+    if name is None or any(word.startswith("-") and word != "-" for word in words):
+        return words
+    taken = getattr(options, name)
+    if isinstance(taken, list):
+        taken += map(Path, words)
+        return []
+    if taken is None and len(words) == 1:
+        setattr(options, name, words[0])
+        return []
+    return words
 
 
 def _unknown_flags(words: Sequence[str], verb: str, parser: argparse.ArgumentParser) -> list[str]:

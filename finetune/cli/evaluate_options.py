@@ -50,7 +50,7 @@ def add_evaluate(verbs: Any) -> None:
     evaluate.add_argument("--base-model", metavar="PATH", help="folder of an adapter's base model, if it was moved")
     evaluate.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the models' own template")
     trusts_code(evaluate)
-    evaluate.set_defaults(run=_evaluate)
+    evaluate.set_defaults(run=_evaluate, late_words="other")
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from finetune.cli.generate_verb import beside, lost_keys, opened
+from finetune.cli.generate_verb import beside, lost_keys, opened, unloaded
 from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.columns import renamed
@@ -28,7 +28,7 @@ from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.export.results import result_at
 from finetune.generation.judging import Judgement, Measured, judge
 from finetune.generation.manner import Manner
-from finetune.generation.speaker import Known, Speaker, Unloaded, read_speakers
+from finetune.generation.speaker import Known, Speaker
 from finetune.hub_access import is_hub_id
 from finetune.run.inputs import settings_of
 from finetune.scoring.asked_rows import AskedRows, asked_rows
@@ -80,11 +80,11 @@ def evaluate(options: argparse.Namespace) -> int:
     lost = lost_keys([row.prompt for row in asked.rows], (_EVALUATION,)) if output is not None else []
     refuse_if_any(shortened(lost, "kept as they are"))
     with _created(output) as file:
-        unloaded = [_read(path, options) for path in filter(None, (options.model, options.other))]
-        ready = [[_ready(known, asked, options) for known in each.known] for each in unloaded]
-        names = [known.name for each in unloaded for known in each.known]
+        models = [unloaded(path, options) for path in filter(None, (options.model, options.other))]
+        ready = [[_ready(known, asked, options) for known in each.known] for each in models]
+        names = [known.name for each in models for known in each.known]
         judged: list[Judgement] = []
-        for each, own in zip(unloaded, ready):
+        for each, own in zip(models, ready):
             speakers = each.load()
             judged += [_judgement(*pair, asked, manner, options) for pair in zip(speakers, own)]
             del speakers
@@ -192,17 +192,6 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
         why = "held none out" if data.eval is None else f"held out {data.eval:g} of its training rows, in no file"
         raise InputError(f"The run {path} {why}; name a file with --data.")
     return named_sources(data.eval)
-
-
-def _read(path: str, options: argparse.Namespace) -> Unloaded:
-    return read_speakers(
-        path,
-        base_model=options.base_model,
-        bits=options.bits,
-        chat_template=options.chat_template,
-        compared=options.compare,
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _ready(known: Known, asked: Asked, options: argparse.Namespace) -> Ready:

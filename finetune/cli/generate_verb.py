@@ -19,7 +19,8 @@ from finetune.data.prompt_texts import Prompt
 from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
-from finetune.generation.speaker import Answer, Speaker, columns_of, read_speakers
+from finetune.generation.speaker import Answer, Speaker
+from finetune.generation.speaker_loading import Request, Unloaded, columns_of, read_speakers
 from finetune.scoring.task_rows import shortened
 
 _ANSWERS = ("answer", "base_answer")
@@ -33,16 +34,30 @@ def manner_of(options: argparse.Namespace) -> Manner:
     return Manner(options.max_new_tokens, options.temperature, options.top_p, options.seed)
 
 
+def unloaded(path: str, options: argparse.Namespace) -> Unloaded:
+    """The model that a path names, by the options of all verbs that ask one; says what to know of it.
+
+    Raises:
+        InputError: as ``read_speakers``.
+    """
+    found = read_speakers(
+        Request(
+            path,
+            base_model=options.base_model,
+            bits=options.bits,
+            chat_template=options.chat_template,
+            compares=options.compare,
+            trust_remote_code=options.trust_remote_code,
+        )
+    )
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return found
+
+
 def speakers_of(options: argparse.Namespace) -> list[Speaker]:
     """Who is to answer, by the options that both verbs have; says so where a GPU is too small for them."""
-    speakers = read_speakers(
-        options.model,
-        base_model=options.base_model,
-        bits=options.bits,
-        chat_template=options.chat_template,
-        compared=options.compare,
-        trust_remote_code=options.trust_remote_code,
-    ).load()
+    speakers = unloaded(options.model, options).load()
     if torch.cuda.is_available() and any(speaker.model.device.type == "cpu" for speaker in speakers):
         print("The GPU has no room for the model; the CPU answers, slowly. --bits 4 takes less.", file=sys.stderr)
     return speakers

@@ -25,7 +25,7 @@ def add_report(verbs: Any) -> None:
         help="HTML file to write; default: report.html in the folder of the run, or of several in the current one",
     )
     report.add_argument("--json", action="store_true", help="print every figure as JSON instead")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, late_words="runs")
 
 
 def _report(options: argparse.Namespace) -> int:

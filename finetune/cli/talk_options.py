@@ -28,7 +28,7 @@ def add_generate(verbs: Any) -> None:
     generate.add_argument("--system", metavar="TEXT", help="what the system says before the prompt")
     generate.add_argument("--plain", action="store_true", help="continue the prompt as a text, without a chat template")
     generate.add_argument("--json", action="store_true", help="print the answer as JSON")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, late_words="prompt")
 
 
 def add_chat(verbs: Any) -> None:

@@ -61,6 +61,16 @@ class AdapterSource:
     settings: Settings
     """How the run read it."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What to know of a model that is made of them, in sentences."""
+        if not self.is_other_base:
+            return []
+        return [
+            f"The model {self.base} is not the one that the run recorded, to the byte; if its weights are others, so "
+            "is what the adapter makes of them."
+        ]
+
 
 def read(path: Path, *, base_model: str | None, bits: int | None, trust_remote_code: bool = False) -> AdapterSource:
     """Find the adapter and its base.

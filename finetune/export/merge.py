@@ -96,8 +96,8 @@ def merge(
         vocabulary=source.config.get_text_config().vocab_size,
     )
 
-    if source.is_other_base:
-        say(_other_base(source))
+    for note in source.notes:
+        say(note)
     say(f"Adapter {source.folder} on {source.base} ({kind(source)}): computing {text.tokens:,} tokens ...")
     trained = adapted_model.load_as_trained(source)
     before = list(comparison.logits(trained, text))
@@ -252,13 +252,6 @@ def load_tokenizer(source: AdapterSource) -> PreTrainedTokenizerBase:
             f"No tokenizer could be loaded from {path} ({str(error).splitlines()[0]}); copy its files to the "
             f"adapter's folder, {source.folder}."
         ) from error
-
-
-def _other_base(source: AdapterSource) -> str:
-    return (
-        f"The model {source.base} is not the one that the run recorded, to the byte; if its weights are others, so is "
-        "what the adapter makes of them."
-    )
 
 
 def kind(source: AdapterSource) -> str:

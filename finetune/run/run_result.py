@@ -122,9 +122,7 @@ class RunResult:
 
     @cached_property
     def _speaker(self) -> Any:
-        from finetune.generation.speaker import read_speakers
+        from finetune.generation.speaker_loading import Request, read_speakers
 
-        (speaker,) = read_speakers(
-            str(self.folder), base_model=None, bits=None, chat_template=None, compared=False
-        ).load()
+        (speaker,) = read_speakers(Request(str(self.folder))).load()
         return speaker
