@@ -110,6 +110,7 @@ REFUSED = {
     "chat {here}/model --temprature 1": "unrecognized arguments: --temprature 1; did you mean --temperature?",
     "data --config {sample} --rws 3": "Unknown flag --rws; did you mean --rows?",
     "data --config {sample} --data.max_lenght 8": "Unknown flag --data.max_lenght; did you mean data.max_length?",
+    "plan a b --gpus 1xH100": "'b' does not follow a flag",
     "plan --modl {here}/model": "Unknown flag --modl; did you mean --model?",
     "plan --model {here}/model --gpus 1xH100 --train.epoch 2": "Unknown flag --train.epoch; did you mean train.epochs?",
     "links --prosesses 2": "unrecognized arguments: --prosesses 2; did you mean --processes?",
@@ -187,6 +188,13 @@ def test_a_wrong_command_is_answered_with_one_sentence_within_seconds(
         ("talk_options._generate", "generate R Hello --json", {"prompt": "Hello", "json": True}),
         ("evaluate_options._evaluate", "evaluate R --data rows other", {"other": "other", "data": "rows"}),
         ("report_verb._report", "report R --json S T", {"runs": [Path("R"), Path("S"), Path("T")], "json": True}),
+        (
+            "commands._data",
+            "data --json a.yaml --train.steps 3",
+            {"others": ["--config", "a.yaml", "--train.steps", "3"]},
+        ),
+        ("commands._plan", "plan --gpus 8xH100 a.yaml", {"others": ["--config", "a.yaml"], "model": None}),
+        ("commands._plan", "plan a/b --train.steps 3 --json", {"others": ["--train.steps", "3"], "model": "a/b"}),
     ],
 )
 def test_words_are_taken_before_and_behind_options(

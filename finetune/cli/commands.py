@@ -89,7 +89,14 @@ def _left_over(words: list[str], options: argparse.Namespace) -> list[str]:
     """Words that no argument takes. An argument that may be left out takes those that follow an option.
 
     argparse takes it to be left out there: in ``generate RUN --json Hello`` the prompt is none, and Hello is a word.
+    ``data`` and ``plan`` take a configuration as ``train`` does, and ``plan`` a model.
     """
+    if options.verb in ("data", "plan") and words and not words[0].startswith("-"):
+        if options.verb == "data" or words[0].endswith((".yaml", ".yml")):
+            return words if "--config" in words else ["--config", *words]
+        if options.model is None:
+            options.model = words[0]
+            return words[1:]
     name = getattr(options, "late_words", None)
     if name is None or any(word.startswith("-") and word != "-" for word in words):
         return words
@@ -154,9 +161,10 @@ def _add_data(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     data = verbs.add_parser(
         "data",
         help="show the data as the model will see them: rows, masks, lengths, packing, steps",
-        usage="finetune data --config FILE [--section.key VALUE ...] [options]",
-        description="Show the data as the model will see them. Takes a configuration of recipes/sft.py and the "
-        "recipe's flags. Loads the tokenizer, but not the model. The exit code is 2 if a run would refuse the data.",
+        usage="finetune data CONFIG [--section.key VALUE ...] [options]",
+        description="Show the data as the model will see them. Takes a configuration of a recipe, or "
+        "--config FILE, and the recipe's flags. Loads the tokenizer, but not the model. The exit code is 2 if a run "
+        "would refuse the data.",
         allow_abbrev=False,
     )
     data.add_argument("--rows", metavar="N", type=int, help="rows to show; default: 3, or 20 with --html")
@@ -183,10 +191,10 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan = verbs.add_parser(
         "plan",
         help="predict what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
-        usage="finetune plan (--config FILE | --model MODEL) --gpus GPUS [--section.key VALUE ...] [options]",
+        usage="finetune plan CONFIG_OR_MODEL --gpus GPUS [--section.key VALUE ...] [options]",
         description="Predict what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
-        "recipes/sft.py and the recipe's flags, or only a model. Reads nothing but the model's config.json. The exit "
-        "code is 0 if something fits, 1 if nothing fits, 2 for wrong input.",
+        "a recipe, or --config FILE, and the recipe's flags; or only a model. Reads nothing but the model's "
+        "config.json. The exit code is 0 if something fits, 1 if nothing fits, 2 for wrong input.",
         allow_abbrev=False,
     )
     plan.add_argument("--model", metavar="MODEL", help="folder of a model, a config.json file, or an id on the hub")

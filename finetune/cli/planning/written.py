@@ -58,7 +58,9 @@ def given_flags(arguments: Sequence[str], options: Options) -> dict[str, str]:
             if "--config" not in named and f"--{key}" not in named:
                 flags[key] = value
     elif "--config" not in named and "--model.path" not in named:
-        raise InputError("Nothing to plan; give --config FILE, or --model with a folder, config.json or hub id.")
+        raise InputError(
+            "Nothing to plan; give a configuration (FILE.yaml), or a model: its folder, its config.json or its hub id."
+        )
     if options.row_tokens is not None:
         flags["data.max_length"] = str(options.row_tokens)
     if options.global_batch_size is not None:
