@@ -16,8 +16,8 @@ import tiny
 from chat_templates import encode_value, turns_of
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.call_arguments import with_json_arguments
 from finetune.data.encoding import Row
-from finetune.data.messages import with_json_arguments
 from finetune.errors import BadRow
 
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"

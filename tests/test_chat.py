@@ -290,6 +290,29 @@ def test_question_is_not_trained_where_only_the_header_of_the_next_answer_is_spe
         encode(tokenizer_for(template), named)
 
 
+@pytest.mark.parametrize("written", ["c.function.arguments", "(c.function.arguments | string)"])
+@pytest.mark.parametrize("said", ["I look.", "I look for {'x': True, 'y': None}."])
+def test_arguments_are_json_where_a_template_writes_them_as_they_come(written: str, said: str):
+    call = "{% for c in m.tool_calls %}{{ '<call>' + c.function.name }} {{ ARGUMENTS }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if m.tool_calls %}CALL{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ).replace("CALL", call.replace("ARGUMENTS", written))
+    arguments = {"x": True, "y": None}
+    asked = {"role": "assistant", "content": said, "tool_calls": [{"name": "find", "arguments": arguments}]}
+    tokenizer = tokenizer_for(template)
+    (row,) = encode_value(tokenizer, {"messages": [PLAIN[0], asked, {"role": "tool", "content": "1"}, PLAIN[1]]})
+    assert trained_text(tokenizer, row) == [f"{said}<call>find {json.dumps(arguments)}<|im_end|>", "c d<|im_end|>"]
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_arguments_stay_as_they_are_where_only_a_question_has_them_as_python_writes_them(family: str):
+    asked = {"role": "user", "content": "Find {'x': 1}."}
+    talk = [asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    (row,) = encode_value(TOKENIZERS[family], {"messages": talk})
+    assert TOKENIZERS[family].decode(row.tokens) == TOKENIZERS[family].apply_chat_template(talk, tokenize=False)
+
+
 SYSTEM = {"role": "system", "content": "Be brief."}
 ANSWER_WITH_CALL = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"x": {}}}}}

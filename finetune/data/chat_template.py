@@ -23,6 +23,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from finetune.data.call_arguments import with_json_arguments, written_as_python
 from finetune.data.messages import (
     CLOSING,
     OPENED,
@@ -33,7 +34,6 @@ from finetune.data.messages import (
     pieces,
     reasoning_of,
     standing,
-    with_json_arguments,
 )
 from finetune.data.templates import BEGINS, ENDS, Template
 from finetune.errors import BadRow
@@ -130,16 +130,22 @@ class ChatTemplate:
         # as apply_chat_template of a tokenizer does: many templates write None where a key is there without a value
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables: dict[str, Any] = {"add_generation_prompt": prompt, **self.template.variables, **dict(mode)}
+
+        def rendered(said: list[Message]) -> str:
+            texts: Any = render_jinja_template([said], tools, chat_template=template, **variables)
+            return str(texts[0][0])
+
         try:
             try:
-                rendered: Any = render_jinja_template([said], tools, chat_template=template, **variables)
+                text = rendered(said)
             except TypeError:  # some templates expect the arguments of calls as JSON text
-                rendered = render_jinja_template(
-                    [with_json_arguments(said)], tools, chat_template=template, **variables
-                )
+                text = rendered(with_json_arguments(said))
+            else:
+                if as_python := written_as_python(said, text):  # so do others, which write whatever they are given
+                    as_json = rendered(with_json_arguments(said))
+                    text = as_json if written_as_python(said, as_json) < as_python else text
         except _REFUSALS as error:  # templates refuse what their model was not trained on
             raise TemplateRefuses(f"the chat template rejects the conversation ({error})") from None
-        text: str = rendered[0][0]
         if len(text) > _FREE_CHARACTERS:
             most = _FREE_CHARACTERS + _CHARACTERS_PER_CHARACTER * len(json.dumps([said, tools], default=str))
             if len(text) > most:

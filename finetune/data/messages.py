@@ -366,26 +366,6 @@ def laid_between(parts: Sequence[str], messages: Sequence[Message], text: str) -
     return places if position == len(text) else None
 
 
-def with_json_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The same messages, with the arguments of their calls as JSON text."""
-    return [
-        {
-            **message,
-            "tool_calls": [
-                {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ],
-        }
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def without_reasoning(text: str, turn: tuple[int, int]) -> list[tuple[int, int]]:
     """The parts of a turn around its blocks of reasoning, of which the generation prompt may have opened the first.
 
