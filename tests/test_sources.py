@@ -49,6 +49,8 @@ FILES = {
     "rows.ndjson": JSONL,
     "rows.json": json.dumps(ROWS, indent=1).encode(),
     "lines.json": JSONL,
+    "array.jsonl": json.dumps(ROWS, indent=1).encode(),
+    "array_in_a_line.ndjson": json.dumps(ROWS).encode(),
     "rows.csv": table(ROWS, ","),
     "rows.tsv": table(ROWS, "\t"),
     "rows.parquet": parquet(ROWS),
@@ -118,7 +120,7 @@ def test_byte_order_mark_and_windows_line_ends_are_harmless(tmp_path: Path, name
     ("line", "reason"),
     [
         (b'{"messages": [', r"not one JSON object \(Expecting value, column 15"),
-        (b'{"a": 1}{"a": 2}', r"not one JSON object \(another value begins, column 9"),
+        (b'{"a": 1}{"a": 2}', r"not one JSON object \(more text follows it, column 9"),
         (b"[1, 2]", "JSON, but not one JSON object"),
         (b"3", "JSON, but not one JSON object"),
         (b'{"a": "\xff"}', r"not UTF-8 \(byte 8"),
@@ -450,13 +452,31 @@ def test_hub_dataset_is_read_row_by_row_without_the_keys_that_arrow_fills(monkey
 
 
 @pytest.mark.usefixtures("with_access")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_sound_and_pictures_are_not_decoded_and_json_is(monkeypatch: pytest.MonkeyPatch, streaming: bool):
+    media = {"path": None, "bytes": b"neither sound nor picture"}
+    rows = [{"text": "a", "sound": media, "pictures": [media], "calls": '{"x": [1]}'}]
+    kinds = {"text": datasets.Value("string"), "sound": datasets.Audio(), "pictures": datasets.List(datasets.Image())}
+    features = datasets.Features(kinds | {"calls": datasets.Json()})
+
+    def load(path: str, subset: str | None, **how: Any) -> Any:
+        found = datasets.Dataset(pa.Table.from_pylist(rows, schema=features.arrow_schema))
+        return found.to_iterable_dataset() if streaming else found
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(read(Source("owner/name"), streaming)) == [
+        Record("owner/name[train]:row 1", {"text": "a", "calls": {"x": [1]}})
+    ]
+
+
+@pytest.mark.usefixtures("with_access")
 def test_hub_dataset_that_cannot_be_had_is_an_input_error(monkeypatch: pytest.MonkeyPatch):
     def load(*_: Any, **__: Any) -> None:
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist on the Hub")
+        raise datasets.exceptions.DatasetNotFoundError("Config name is missing.\nPick one among: ['main', 'other']")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
-    with pytest.raises(InputError, match=r"owner/name: .* check the name, subset and split"):
+    with pytest.raises(InputError, match=r"owner/name: .*\['main', 'other'\].*; check the name, subset and split"):
         list(read(Source("owner/name")))
     with pytest.raises(InputError, match=r"owner/name: .* check the name, subset and split"):
         identity([Source("owner/name")])

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from finetune.data.sources.arrow_rows import without_nulls
 from finetune.data.sources.record import Record
-from finetune.errors import InputError, first_line
+from finetune.errors import InputError
 from finetune.hub_access import refuse_without_access
+
+_LONGEST_MESSAGE = 500
 
 
 @contextmanager
@@ -27,11 +30,16 @@ def _quiet(path: str) -> Iterator[None]:
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{path}: it is neither a local file or folder nor a dataset that can be loaded from the hub "
-            f"({first_line(error)}); check the name, subset and split, the network and your access."
+            f"({_told(error)}); check the name, subset and split, the network and your access."
         ) from error
     finally:
         if were_shown:
             datasets.enable_progress_bars()
+
+
+def _told(error: Exception) -> str:
+    """The message, whose later lines name the subsets or splits that there are."""
+    return " ".join(str(error).split())[:_LONGEST_MESSAGE].rstrip(".") or type(error).__name__
 
 
 def commit(path: str, subset: str | None) -> str:
@@ -59,5 +67,25 @@ def hub_rows(path: str, subset: str | None, split: str, streaming: bool = False)
             dataset: Any = datasets.load_dataset(path, subset, split=split, streaming=True)
         else:
             dataset = datasets.load_dataset(path, subset, split=split)
-        for row, value in enumerate(dataset, start=1):
+        for row, value in enumerate(_without_media(dataset), start=1):
             yield Record(f"{path}[{split}]:row {row}", without_nulls(value))
+
+
+def _without_media(dataset: Any) -> Any:
+    """A dataset without its columns of images, sound and the like, which nothing reads, and which would be decoded."""
+    features = dataset.features or {}  # None where a stream has not told them
+    media = {name: found for name, feature in features.items() if (found := _undecoded(feature)) is not None}
+    for name, feature in media.items():  # a stream decodes them before it leaves them out
+        dataset = dataset.cast_column(name, feature)
+    return dataset.remove_columns(list(media))
+
+
+def _undecoded(feature: Any) -> Any:
+    """The feature of media as they are stored, or of a list of them; None of anything else."""
+    import datasets
+
+    if isinstance(feature, datasets.List):
+        inner = _undecoded(feature.feature)
+        return None if inner is None else replace(feature, feature=inner)
+    is_media = hasattr(feature, "decode_example") and not isinstance(feature, datasets.Json)
+    return replace(feature, decode=False) if is_media else None

@@ -1,4 +1,4 @@
-"""Records from JSON: one object per line, or an array of objects.
+"""Records from JSON: one object per line, or an array of objects, whatever the file's name says.
 
 Unreadable lines are rejected with their number, and reading continues after them. An array is held in memory as a
 whole, and cannot be read past a broken element, since nothing marks where the next one begins.
@@ -19,7 +19,28 @@ from finetune.errors import BadRow
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def json_lines(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
+def json_file(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
+    try:
+        start = stream.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
+    except OSError as error:
+        yield Rejected(f"{path}:1", damaged(path, error), "")
+        return
+    first, more, _ = start.partition(b"\n")
+    is_open = first.count(b"{") > first.count(b"}") and first.rstrip().endswith((b"{", b"[", b",", b":"))
+    if start.startswith(b"["):
+        yield from _json_array(path, stream)
+    elif first.startswith(b"{") and more and is_open:
+        yield Rejected(
+            f"{path}:1",
+            "the file is one JSON object over several lines, not rows; write an array of objects, or one "
+            "object per line",
+            escaped(first),
+        )
+    else:
+        yield from _json_lines(path, stream)
+
+
+def _json_lines(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
     for number, line, fault in numbered_lines(path, stream):
         if fault:
             yield Rejected(f"{path}:{number}", fault, "")
@@ -43,7 +64,7 @@ def _json_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     except UnicodeDecodeError as error:
         return None, f"the line is not UTF-8 (byte {error.start + 1})"
     except json.JSONDecodeError as error:
-        what = "another value begins" if error.msg == "Extra data" else error.msg
+        what = "more text follows it" if error.msg == "Extra data" else error.msg
         return None, f"the line is not one JSON object ({what}, column {error.colno})"
     except RecursionError:
         return None, "the line is nested too deeply"
@@ -52,27 +73,6 @@ def _json_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if not isinstance(value, dict):
         return None, "the line is JSON, but not one JSON object"
     return value, ""
-
-
-def json_file(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:
-    try:
-        start = stream.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
-    except OSError as error:
-        yield Rejected(f"{path}:1", damaged(path, error), "")
-        return
-    first, more, _ = start.partition(b"\n")
-    is_open = first.count(b"{") > first.count(b"}") and first.rstrip().endswith((b"{", b"[", b",", b":"))
-    if start.startswith(b"["):
-        yield from _json_array(path, stream)
-    elif first.startswith(b"{") and more and is_open:
-        yield Rejected(
-            f"{path}:1",
-            "the file is one JSON object over several lines, not rows; write an array of objects, or one "
-            "object per line",
-            escaped(first),
-        )
-    else:
-        yield from json_lines(path, stream)
 
 
 def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejected]:

@@ -12,8 +12,8 @@ from finetune.errors import InputError
 from finetune.hub_access import is_hub_id, missing_in_folder
 
 KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
+    ".jsonl": "json",
+    ".ndjson": "json",
     ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from finetune.data.sources.byte_stream import opened
-from finetune.data.sources.json_files import json_file, json_lines
+from finetune.data.sources.json_files import json_file
 from finetune.data.sources.names import Source, data_files, is_hub_dataset, kind_of
 from finetune.data.sources.record import Record, Rejected
 from finetune.data.sources.text_files import table, text_blocks
@@ -29,9 +29,7 @@ def read(source: Source, streaming: bool = False) -> Iterator[Record | Rejected]
 
 def _read_file(path: str, kind: str | None) -> Iterator[Record | Rejected]:
     with opened(path) as stream:
-        if kind == "jsonl":
-            yield from json_lines(path, stream)
-        elif kind == "json":
+        if kind == "json":
             yield from json_file(path, stream)
         elif kind == "parquet":
             from finetune.data.sources.arrow_rows import parquet_rows  # imports a tenth of a second's worth of Parquet
