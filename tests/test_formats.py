@@ -355,9 +355,12 @@ for _ in range(900):
         ([], "not an object"),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
         ({"conversations": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference pair"),
-        ({"messages": "x"}, "`messages` is not a list of messages"),
-        ({"messages": []}, "`messages` is not a list of messages"),
-        ({"conversations": {}}, "`conversations` is not a list of messages"),
+        (
+            {"messages": "[{'role': 'user'}]"},
+            "`messages` is a text, but not JSON; give a list of messages, or JSON text",
+        ),
+        ({"messages": []}, "`messages` is empty; give a list of messages"),
+        ({"conversations": {"from": []}}, "`conversations` is of type dict; give a list of messages"),
         ({"messages": [USER, 3]}, "message 2 is not an object with role and content"),
         (
             {"messages": [USER, ANSWER, {"content": "a"}]},
@@ -368,7 +371,7 @@ for _ in range(900):
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no text as content"),
         ({"messages": [USER, ANSWER, {**USER, "content": " \n"}]}, r"message 3 \(user\) has no text as content"),
         ({"messages": [{**USER, "content": None}]}, r"message 1 \(user\) has no text"),
-        ({"messages": [{**USER, "content": 3}]}, r"message 1 \(user\) has no text"),
+        ({"messages": [{**USER, "content": 3}]}, r"message 1 \(user\) has no text as content, but a value of type int"),
         ({"messages": [USER, {"role": "tool", "content": 3}, ANSWER]}, r"message 2 \(tool\) has no text"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
         ({"messages": [{**USER, "content": ["a"]}]}, "a part without a type"),
@@ -425,7 +428,7 @@ for _ in range(900):
         ({"prompt": [USER], "completion": "a"}, "must both be texts or both be lists"),
         ({"prompt": [USER, ANSWER], "completion": [USER]}, "every assistant turn is excluded"),
         ({"text": "\n"}, "`text` has no text"),
-        ({"text": ["a"]}, "`text` has no text"),
+        ({"text": ["a"]}, "`text` has no text, but a value of type list"),
     ],
 )
 def test_row_that_cannot_be_trained_is_refused_with_the_reason(row: Any, reason: str):
@@ -478,15 +481,22 @@ def test_characters_that_no_text_holds_are_refused_wherever_they_would_be_render
     [
         {"text": "a\0"},
         {"prompt": "\ud800", "completion": "a"},
-        {"prompt": "a", "completion": "\U000f0000"},
+        {"instruction": "a", "output": "\U000f0000"},
         {"instruction": "a\0", "output": "b"},
         {"messages": [USER, ANSWER], "tools": [{"name": "\0"}]},
         {"messages": [USER, ANSWER], "system": "a\0"},
     ],
 )
 def test_characters_that_no_text_holds_are_refused_in_every_format(row: dict[str, Any]):
-    with pytest.raises(BadRow, match=r"contains (a NUL|an unpaired surrogate or a private-use) character"):
+    with pytest.raises(BadRow, match=r"contains (a NUL character|the character U\+(D800, an unpaired|F0000, for pri))"):
         convert(row, "auto")
+
+
+@pytest.mark.parametrize("row", [{"text": "icon \U000f0411"}, {"prompt": "\U0010fffd", "completion": "\U000f0000"}])
+def test_plain_texts_may_have_characters_for_private_use(row: dict[str, Any]):
+    found = convert(row, "auto")
+    assert (found.prompt, found.completion) == (row.get("prompt", ""), row.get("text", row.get("completion")))
+    assert convert_prompt(row).prompt == row.get("prompt", row.get("text"))
 
 
 TEXT = st.text(

@@ -93,10 +93,13 @@ def test_no_row_lends_itself_an_answer_nor_its_neighbours_in_long_files(rows: in
     assert rows < 10 or not any(abs(abs(lender - place) - rows / 2) < rows / 20 for place, lender in enumerate(lent))
 
 
-@pytest.mark.parametrize("label", [True, False, 1, 0])
-def test_label_decides_which_side_of_a_pair_an_answer_is(label: Any):
+@pytest.mark.parametrize(
+    ("label", "is_good"),
+    [(True, True), (False, False), (1, True), (0, False), ("True", True), ("false", False), (" 1", True), ("0", False)],
+)
+def test_label_decides_which_side_of_a_pair_an_answer_is(label: Any, is_good: bool):
     sides = convert_compared({"prompt": "1 + 1 =", "completion": " 2", "label": label})
-    assert [side is None for side in sides] == [not label, bool(label)]
+    assert [side is None for side in sides] == [not is_good, is_good]
 
 
 @pytest.mark.parametrize(

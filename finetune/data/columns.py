@@ -27,6 +27,7 @@ OPTIONAL = ("input", "history", "system", "tools")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 MOST_SHOWN = 12
 _MARKS = 0xF0000  # from here on code points are private, and taken as marks where contents are found in a rendering
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _REFUSED = re.compile(f"[\0\ud800-\udfff{chr(_MARKS)}-\U0010ffff]")
 _DEEPEST = 64  # levels of an argument or a tool definition
 
@@ -110,15 +111,20 @@ def text_of(value: dict[str, Any], key: str) -> str:
     """A text that must be there."""
     text = value[key]
     if not isinstance(text, str) or not text.strip():
-        raise BadRow(f"the key `{key}` has no text")
+        raise BadRow(f"the key `{key}` has no text{not_a_text(text)}")
     return text
+
+
+def not_a_text(value: Any) -> str:
+    """What stands in the place of a text, as the end of a sentence; nothing of a blank one."""
+    return "" if value is None or isinstance(value, str) else f", but a value of type {type(value).__name__}"
 
 
 def optional_text(value: dict[str, Any], key: str) -> str:
     """A text that may be absent; a blank one, as in tables, counts as absent."""
     text = "" if value.get(key) is None else value[key]
     if not isinstance(text, str):
-        raise BadRow(f"the key `{key}` has no text")
+        raise BadRow(f"the key `{key}` has no text{not_a_text(text)}")
     return text if text.strip() else ""
 
 
@@ -168,17 +174,24 @@ def with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_characters(text: str, where: str) -> None:
-    """Refuse characters that no text should contain: NUL, unpaired surrogates, supplementary private-use characters.
+def check_characters(text: str, where: str, *, is_plain: bool = False) -> None:
+    """Refuse characters that no text should contain: NUL, and unpaired surrogates.
+
+    In conversations also supplementary private-use characters, which stand for special tokens and mark turns there.
+
+    Args:
+        is_plain: the text is no part of a conversation.
 
     Raises:
         BadRow: beginning with ``where``.
     """
     if text.isascii() and "\0" not in text:  # the common case, without a search
         return
-    if found := _REFUSED.search(text):
-        what = "a NUL character" if found[0] == "\0" else "an unpaired surrogate or a private-use character"
-        raise BadRow(f"{where} contains {what}")
+    if found := (_NO_TEXT if is_plain else _REFUSED).search(text):
+        number = ord(found[0])
+        what = "a NUL character" if number == 0 else f"the character U+{number:04X}"
+        kind = ", an unpaired surrogate" if 0xD800 <= number < 0xE000 else ", for private use" if number else ""
+        raise BadRow(f"{where} contains {what}{kind}, at position {found.start() + 1:,}; remove it")
 
 
 def check_value(value: Any, where: str) -> None:

@@ -143,7 +143,7 @@ def convert_prompt(value: Any, *, to_last_answer: bool = False) -> Example:
     if isinstance(prompt, str) or (prompt is None and value.get("text") is not None):
         key = "text" if prompt is None else "prompt"
         text = text_of(value, key)
-        check_characters(text, f"the key `{key}`")
+        check_characters(text, f"the key `{key}`", is_plain=True)
         if key == "text" or isinstance(value.get("completion"), str):
             _refuse_beside_text(value if key == "prompt" else {})
             return Example(None, prompt=text)
@@ -176,11 +176,14 @@ def convert_compared(value: Any) -> tuple[Example | None, Example | None]:
     if not isinstance(value, dict) or value.get("completion") is None or value.get("chosen") is not None:
         return convert_pair(value)
     require(value, "judged", ["prompt", "label"])
-    if value["label"] not in (True, False):
-        raise BadRow(f"the key `label` is {repr(value['label'])[:40]}; give true for good, or false for bad")
+    label = value["label"]
+    if isinstance(label, str):  # as tables store it
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
+    if label not in (True, False):
+        raise BadRow(f"the key `label` is {repr(label)[:40]}; give true for good, or false for bad")
     check_row(value)
     answer = _from_prompt_completion(value)
-    return (answer, None) if value["label"] else (None, answer)
+    return (answer, None) if label else (None, answer)
 
 
 def _read(side: Any) -> Any:
@@ -244,7 +247,8 @@ def _unknown(value: dict[str, Any]) -> str:
         )
     return (
         f"the row has {seen(value)}, which match no known format: messages (key messages), "
-        "sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text)"
+        "sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text); "
+        "name columns of other names in data.columns, for example {prompt: question, completion: answer}"
     )
 
 
@@ -258,7 +262,9 @@ def _turns(value: dict[str, Any]) -> Any:
 
 def _conversation(turns: Any, value: dict[str, Any], *, key: str = "messages", untrained_until: int = 0) -> Example:
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"the key `{key}` is not a list of messages")
+        is_text = isinstance(turns, str)
+        what = "a text, but not JSON" if is_text else "empty" if not turns else f"of type {type(turns).__name__}"
+        raise BadRow(f"the key `{key}` is {what}; give a list of messages{', or JSON text of one' if is_text else ''}")
     if value.get("chat_template_kwargs"):
         raise BadRow(
             "the key `chat_template_kwargs` is not supported: the chat template is the same for all rows; remove it"
@@ -373,7 +379,7 @@ def _from_text(value: dict[str, Any]) -> Example:
 
 def _plain(prompt: str, completion: str) -> Example:
     for text, key in ((prompt, "prompt"), (completion, "completion" if prompt else "text")):
-        check_characters(text, f"the key `{key}`")
+        check_characters(text, f"the key `{key}`", is_plain=True)
     return Example(None, prompt=prompt, completion=completion)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.columns import check_characters, check_value, is_given, parsed
+from finetune.data.columns import check_characters, check_value, is_given, not_a_text, parsed
 from finetune.errors import BadRow
 
 Message = dict[str, Any]
@@ -113,7 +113,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     if content is None and (calls or role == "tool"):  # Arrow gives no key either
         content = ""
     if not isinstance(content, str) or not (content.strip() or calls or role == "tool"):
-        raise BadRow(f"{where} has no text as content")
+        raise BadRow(f"{where} has no text as content{not_a_text(content)}")
     check_characters(content, where)
     message = {"role": role, "content": content}
     if is_plain:
