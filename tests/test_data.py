@@ -225,7 +225,7 @@ def test_answers_without_a_trained_token_within_max_length_are_counted(tmp_path:
     rows = dataset.read_rows([Source(str(path))], tokenizer, Settings(int(whole.lengths[1]) - 4))
     assert (len(rows), rows.summary["dropped"]) == (2, 1)
     (line,) = dataset.rejected_lines(rows)
-    assert re.search(r"answers without a trained token at max_length \d+: 1", line)
+    assert re.search(r"answers of which nothing is left within data.max_length \d+: 1", line)
 
 
 def test_marks_of_untrained_answers_are_refused_where_everything_is_trained(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Rows: special-token strings as text, choice of turns, cutting, plain text, and tokenizers of several kinds."""
 
+import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.encoding import Encoder, Row, Settings, TooLong
-from finetune.data.encoding_workers import encoded, records_of
+from finetune.data.encoding_workers import Encoded, encoded, records_of
 from finetune.data.formats import Example, convert
 from finetune.data.sources import Source
 from finetune.data.sources.text_files import TEXT_BLOCK
+from finetune.data.special_edges import refuse_special_edges
 from finetune.errors import BadRow
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -341,6 +344,43 @@ def test_special_token_strings_in_plain_text_stay_text():
     assert tokenizer.decode(row.tokens) == "<s><s>a</s> b <|im_end|><|im_end|>"
     special = [token for token in row.tokens.tolist() if token in tokenizer.all_special_ids]
     assert special == [tokenizer.bos_token_id, tokenizer.eos_token_id]
+
+
+EDGES = {
+    "rendered": ({"text": "<|im_start|>user\nhi<|im_end|>\n"}, r"begins with <\|im_start\|>"),
+    "BOS": ({"text": " <s>a b"}, "begins with <s>"),
+    "EOS": ({"prompt": "a", "completion": " b</s>\n"}, "ends with </s>"),
+}
+
+
+@pytest.mark.parametrize(("value", "reason"), EDGES.values(), ids=EDGES)
+def test_plain_texts_with_special_tokens_at_their_edges_are_refused_unless_that_is_meant(
+    value: dict[str, Any], reason: str, tmp_path: Path
+):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(value))
+    tokenizer = beginning()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "</s>"]})
+
+    def batch_of(how: Settings) -> Encoded:
+        (batch,) = encoded(records_of([Source(str(tmp_path / "rows.jsonl"))]), Encoder(tokenizer, how), how)
+        return batch
+
+    refused = batch_of(Settings(max_length=100))
+    assert re.search(f"{reason}, which is a special token", refused.refused[0].line.reason)
+    assert not refused.rows
+    (row,) = batch_of(Settings(max_length=100, on_dropped="warn")).rows
+    assert sum(token in tokenizer.all_special_ids for token in row.tokens.tolist()) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "begins", "ends"), [("a </s> b", True, True), ("</s> b", False, True), ("a </s>", True, False)]
+)
+def test_special_tokens_within_a_text_and_at_the_edges_of_its_blocks_are_characters(
+    words: str, begins: bool, ends: bool
+):
+    refuse_special_edges(Example(None, completion=words, begins=begins, ends=ends), ["</s>"])
+    with pytest.raises(BadRow):
+        refuse_special_edges(Example(None, completion=f"</s>{words}</s>", begins=begins, ends=ends), ["</s>"])
 
 
 def test_tokenizer_without_eos_is_refused_for_plain_text():

@@ -356,6 +356,33 @@ def test_of_much_data_that_cannot_be_read_three_files_are_named_and_the_others_c
         everything(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("names", "glob"),
+    [
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "README.md"], "data/train*.parquet"),
+        (["train.jsonl", "validation.jsonl"], "train*.jsonl"),
+        (["Train/a.jsonl.gz", "Train/test.jsonl.gz", "dev/b.jsonl.gz"], "Train/*.jsonl.gz"),
+    ],
+)
+def test_a_folder_with_rows_of_several_splits_is_refused_with_the_glob_of_one(
+    tmp_path: Path, names: list[str], glob: str
+):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (problem,) = problems([Source(str(tmp_path))])
+    assert f"name the files of one split by a glob, such as {tmp_path}/{glob}." in problem
+    assert problems([Source(f"{tmp_path}/{glob}")]) == []
+
+
+@pytest.mark.parametrize("names", [["test.jsonl", "val.jsonl"], ["train/test.jsonl"], ["trained.jsonl", "test.jsonl"]])
+def test_a_folder_without_a_split_for_training_is_read_whole(tmp_path: Path, names: list[str]):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert problems([Source(str(tmp_path))]) == []
+
+
 def test_files_that_hold_no_data_are_ignored_in_a_folder(tmp_path: Path):
     for name in ("README.md", "LICENSE", ".cache.arrow", "code.tar.gz", "all.zip", "rows.jsonl.lock", "rows.jsonl"):
         (tmp_path / name).write_bytes(JSONL)

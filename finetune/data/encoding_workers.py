@@ -23,6 +23,7 @@ from finetune.data.encoding import Encoder, Row, Settings, TooLong
 from finetune.data.formats import Example
 from finetune.data.messages import reasoning_of
 from finetune.data.sources import Record, Rejected, Source
+from finetune.data.special_edges import refuse_special_edges
 from finetune.errors import BadRow
 from finetune.hardware import cores
 
@@ -124,13 +125,18 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
             if settings.split_key is not None and isinstance(record.value, dict):
                 _value(record.value, settings.split_key)
             if settings.paired:
-                kept.append((position, origin, record, formats.PREFERENCE, formats.convert_compared(value)))
+                name: str | None = formats.PREFERENCE
+                examples: tuple[Example | None, ...] = formats.convert_compared(value)
             else:
                 name = formats.detect(value) if settings.format == "auto" else settings.format
                 example = replace(formats.convert(value, settings.format), begins=record.begins, ends=record.ends)
                 if example.untrained and settings.train_on == "all":
                     raise BadRow("an answer is marked as not trained, but data.train_on is all; remove one of the two")
-                kept.append((position, origin, record, name, (example,)))
+                examples = (example,)
+            if settings.on_dropped == "error":
+                for side in filter(None, examples):
+                    refuse_special_edges(side, encoder.shield_of)
+            kept.append((position, origin, record, name, examples))
         except BadRow as reason:
             batch.refused.append(Refused(position, origin, _reject(record, f"{reason}{lacking}")))
     encoded_examples = iter(
@@ -146,11 +152,12 @@ def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, se
             continue
         rows = result if settings.paired else [row for row in result if row.trained_tokens]
         if not rows:
-            lost = f"no trained token is left of it at max_length {encoder.max_length}"
+            lost = f"nothing to train is left of it within data.max_length {encoder.max_length}"
             batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
             continue
         if len(rows) < len(result):
-            lost = f"answers without a trained token at max_length {encoder.max_length}: {len(result) - len(rows)}"
+            many = len(result) - len(rows)
+            lost = f"answers of which nothing is left within data.max_length {encoder.max_length}: {many}"
             batch.refused.append(Refused(position, origin, _reject(record, lost), too_long=True))
         batch.formats[str(name)] += 1
         batch.dropped.update({lost for row in rows for lost in row.dropped})

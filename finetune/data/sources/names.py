@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ _FOREIGN = (*COMPRESSIONS, ".gzip", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".z
 """Suffixes behind which another may say that a file holds data."""
 _UNREADABLE = (".arrow", ".feather", ".orc", ".avro", ".tfrecord")
 """Suffixes of data in forms that are not read."""
+_SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(("valid", "validation", "val", "dev"), "validation")
+_SPLITS |= dict.fromkeys(("test", "testing"), "test")
+"""Splits by how names of files and folders begin."""
 _MOST_SHOWN = 3
 _KNOWN = f"{', '.join(KINDS)}, all but Parquet also compressed ({', '.join(COMPRESSIONS)})"
 
@@ -108,6 +112,28 @@ def _refuse_bad_name(path: str) -> None:
         raise InputError(f"{shown}: the name of this file is not UTF-8; rename it.") from None
 
 
+def _refuse_several_splits(folder: str, files: Sequence[str]) -> None:
+    """A dataset as it lies on the hub has its test rows beside those for training."""
+    splits: dict[str, str] = {}
+    for file in files:
+        parts = (re.split(r"[-_.]", part.lower())[0] for part in Path(file).relative_to(folder).parts)
+        splits.setdefault(next((_SPLITS[part] for part in parts if part in _SPLITS), ""), file)
+    if "train" in splits and (others := [split for split in splits if split not in ("", "train")]):
+        train = os.path.relpath(splits["train"], folder)
+        raise InputError(
+            f"{folder}: the folder has rows for training and others for {' and '.join(others)} (such as {train} and "
+            f"{os.path.relpath(splits[others[0]], folder)}); name the files of one split by a glob, such as "
+            f"{folder.rstrip(os.sep)}/{_glob_of(train)}."
+        )
+
+
+def _glob_of(file: str) -> str:
+    """For data/train-00000-of-00002.parquet data/train*.parquet; for train/a.jsonl train/*.jsonl."""
+    folder, name = os.path.split(file)
+    begin = "train" if name.lower().startswith("train") else ""
+    return os.path.join(folder, f"{name[: len(begin)]}*{name[name.index('.', len(begin)) :]}")
+
+
 def data_files(path: str) -> list[str]:
     """The data files of a name, sorted, each once; hidden files and those that hold no data are ignored.
 
@@ -124,6 +150,7 @@ def data_files(path: str) -> list[str]:
         files = _readable(path, map(str, found))
         if not files:
             raise InputError(f"{path}: the folder contains no data file; known suffixes are {_KNOWN}.")
+        _refuse_several_splits(path, files)
         return files
     if glob.has_magic(path):
         files = _readable(path, glob.glob(path, recursive=True))
