@@ -35,6 +35,7 @@ from finetune.cli.links.links_file import LinksFile, Machine, read_links
 from finetune.cli.links.links_table import sentences
 from finetune.errors import InputError, RunStopped
 from finetune.hardware.cards import parse_gpus
+from finetune.planner.speed import at_known_speed
 
 ROOT = Path(__file__).parent.parent
 MB, MICROSECOND = 10**6, 1e-6
@@ -145,6 +146,16 @@ def test_a_plan_takes_measured_links_in_place_of_data_sheets(tmp_path: Path, cap
         assert any("as measured by finetune links" in note for note in found["notes"]) == bool(more)
     assert speed["measured"]["fsdp2"] < 0.2 * speed["sheet"]["fsdp2"]
     assert speed["measured"]["hsdp"] > 1.5 * speed["measured"]["fsdp2"]
+
+
+def test_links_that_were_measured_count_for_a_card_of_unknown_speed_too():
+    asked = parse_gpus("2x8x80GB")
+    measured = SLOW_NETWORK.given_to(asked).gpu
+    found = at_known_speed(SLOW_NETWORK.given_to(asked)).gpu
+    assert (found.name, found.node_link, found.network) == ("H100", measured.node_link, measured.network)
+    assert at_known_speed(asked) == parse_gpus("2x8xH100")
+    known = parse_gpus("2x8xH100")
+    assert at_known_speed(known) is known
 
 
 def test_a_plan_says_where_what_was_measured_is_not_what_is_planned():

@@ -113,6 +113,18 @@ def test_nearest_that_fits_is_none_where_nothing_does():
     assert nearest(SMALL, Setting(row_tokens=2048), "1xH100", judge) is None
 
 
+def test_rows_are_not_cut_for_a_tenth_of_the_memory_that_is_left_free():
+    start = Setting("ddp", 4, row_tokens=2048, micro_batch_size=2, accumulation=2)
+
+    def judge(asked: Question, setting: Setting) -> Row:
+        there = asked.machines.gpu.memory_gib * GIB
+        return row_of(asked, setting, (0.95 if setting.row_tokens == 2048 else 0.1) * there)
+
+    found = nearest(SMALL, replace(start, micro_batch_size=1), "4xH100", judge)
+    assert found is not None
+    assert (found.row.verdict, "data.max_length" in found.changes) == ("tight", False)
+
+
 def test_nearest_of_an_8b_model_fits():
     start = Setting("ddp", 8, row_tokens=4096, micro_batch_size=4, accumulation=2)
     found = nearest(LLAMA_8B, start, "8xH100")

@@ -163,6 +163,19 @@ def test_70b_on_8_gpus_is_trained_in_bf16_with_8_bit_state_and_not_offloaded():
     assert f"{offloaded.host.bytes / GIB:,.0f} GiB of host memory per machine" in reason
 
 
+def test_what_may_just_fit_on_the_gpu_is_told_where_offload_is_recommended():
+    asked = question("1x10.4GiB", model=LLAMA_8B, batch=16, host_bytes=16 * GIB)
+    answer = plan(asked)
+    assert answer.best is not None
+    assert answer.best.offloads
+    tight = next(row for row in answer.rows if row.verdict == "tight" and not row.offloads)
+    first, *others = reasons(answer)
+    assert first.startswith("On the GPU alone no option leaves a tenth of the memory free: ")
+    assert (
+        sum(f"Without offload {tight.name} may just fit (97% of the GPU), at" in sentence for sentence in others) == 1
+    )
+
+
 @pytest.mark.parametrize("there", [None, 4000 * GIB])
 @pytest.mark.parametrize("strategies", [STRATEGIES, ("fsdp2_offload",), ("zero3_nvme",)])
 def test_host_memory_of_what_offloads_is_told(there: int | None, strategies: tuple[str, ...]):
@@ -187,7 +200,7 @@ LARGEST = [
     (Setting("fsdp2", 8, **CHECKPOINTED), STATE, "8-bit optimizer state, bf16 weights or an adapter"),
     (Setting("ddp", 8, **REDUCED), STATE, "sharding with fsdp2 or an adapter"),
     (Setting("zero2", 8, **LORA), "weights", "sharding with fsdp2 or 4-bit weights"),
-    (Setting(micro_batch_size=16, **LORA), "logits and loss", ON_ROWS),
+    (Setting(micro_batch_size=16, **LORA), "logits and loss", "shorter rows"),
     (Setting("fsdp2_offload", 8, row_tokens=256, **CHECKPOINTED), "gathered layers and buckets", "an adapter"),
 ]
 """A setting of an 8B model, the largest term of its peak, and what is not pulled yet of what shrinks it."""

@@ -79,7 +79,7 @@ def test_rows_that_are_shorter_than_max_length_are_refused_by_nobody_for_it(
     sft.main(config)
     plan = ["plan", "--config", written(config, tmp_path), "--gpus", "1xH100"]
     assert commands.main(plan) == 0
-    assert "Rows are taken to have 64 tokens" in " ".join(capsys.readouterr().out.split())
+    assert "Assuming rows of 64 tokens" in " ".join(capsys.readouterr().out.split())
     longer = {"data__max_length": 4096, "train__steps": 1, "train__overwrite": True}
     config = scenarios.configuration(
         short_model, tiny.write_conversations(tmp_path / "long.jsonl", 8, longest=40), tmp_path / "run", **longer

@@ -159,8 +159,8 @@ class Data(Section):
     some templates write too. never: the model reads such blocks, and is not trained to write them."""
     on_dropped: Literal["error", "warn"] = "error"
     """error: a conversation of which the chat template leaves something out (the system's words, definitions of tools,
-    reasoning ...) is an unusable row, and so is a plain text that begins or ends with the name of a special token. warn:
-    train on what is left of it, and count it; of such a text train the characters."""
+    reasoning ...) is an unusable row, and so is a plain text that begins or ends with the name of a special token.
+    warn: train on what is left of it, and count it; of such a text train the characters."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error: an unusable row stops the run before training. skip: train on the other rows, and write each skipped row
     to rejected.jsonl in the output folder, with the reason."""

@@ -64,14 +64,15 @@ def nearest_that_fits(question: Question, start: Setting, judge: Judge = judged)
     smaller micro-batch, activation checkpointing, sharding over the GPUs that there are, several of them for each row,
     activations in host memory, 8-bit optimizer state, bf16 weights, an adapter, 4-bit weights, shorter rows. A
     harsher change is made only where all milder ones together are not enough; rows are no shorter than they must be
-    with all the others. No change offloads weights or optimizer state. What fits without being tight comes first.
+    with all the others. No change offloads weights or optimizer state. Of rows of a length, what fits without being
+    tight comes first; rows are not cut for that.
 
     Args:
         start: what does not fit.
         judge: predicts one way to train.
     """
-    for accepted in ({"fits"}, {"fits", "tight"}):
-        for shorter in _row_lengths(start):
+    for shorter in _row_lengths(start):
+        for accepted in ({"fits"}, {"fits", "tight"}):
             if fitting := _fewest_changes(question, shorter, accepted, judge):
                 largest = max(row.setting.micro_batch_size for row in fitting)
                 row = simplest_of_the_fastest([row for row in fitting if row.setting.micro_batch_size == largest])

@@ -21,6 +21,8 @@ from finetune.trace.powers import MicroBatch
 from finetune.trace.setting import Setting
 from finetune.trace.shallow import FP8_PRODUCT, MORE_PARTS, Kernel, Step
 
+MEASURED = "measured"
+"""Name of a link that ``finetune links`` measured, and no data sheet names."""
 PHASES = {"forward": ("forward", "loss", MORE_PARTS), "backward": ("backward",), "step": ("step",)}
 
 
@@ -134,19 +136,19 @@ def step_time(
         mean_document_tokens: length of the document of a token, on average over the tokens (E[l^2] / E[l]): of a row
             where rows are not packed.
     """
-    gpu = stand_in(machines.gpu)
-    rates = rates_of(gpu)
+    known = at_known_speed(machines)
+    name = None if known is machines else known.gpu.name
+    rates = rates_of(known.gpu)
     micro_batch = step.micro_batch(setting.micro_batch_size, setting.own_row_tokens)
     attended = mean_document_tokens / setting.row_tokens
     if setting.stages > 1:
-        return _pipeline_time(step, setting, replace(machines, gpu=gpu), anatomy, micro_batch, attended, machines.gpu)
+        return replace(_pipeline_time(step, setting, known, anatomy, micro_batch, attended), stand_in=name)
     passes = {
-        name: pass_of((each for each in step.kernels if each.phase in phases), micro_batch, gpu, rates, attended)
-        for name, phases in PHASES.items()
+        which: pass_of((each for each in step.kernels if each.phase in phases), micro_batch, known.gpu, rates, attended)
+        for which, phases in PHASES.items()
     }
     traced = step.micro_batches
     forward, backward = passes["forward"].seconds / traced, passes["backward"].seconds / traced
-    known = replace(machines, gpu=gpu)
     splits = setting.tensor > 1
     sent = part_transfers(step, setting, known, anatomy) if splits else transfers(step, setting, known, rates)
     communication, offload = _exposed(sent, forward, backward, setting)
@@ -165,9 +167,25 @@ def step_time(
         ),
         tokens=setting.tokens * setting.accumulation * setting.world_size // setting.tensor,
         model_flops=micro * useful_flops(step, micro_batch, attended),
-        peak_flops=(gpu.tflops or 0.0) * 1e12,
+        peak_flops=(known.gpu.tflops or 0.0) * 1e12,
         transfers=sent,
-        stand_in=None if gpu is machines.gpu else gpu.name,
+        stand_in=name,
+    )
+
+
+def at_known_speed(machines: Machines) -> Machines:
+    """The same machines with a card of known speed: of a card that is not known, its stand-in.
+
+    With the stand-in's links, but for those that were measured.
+    """
+    gpu = machines.gpu
+    known = stand_in(gpu)
+    if known is gpu:
+        return machines
+    inside, network = (link if link.name == MEASURED else None for link in (gpu.node_link, gpu.network))
+    return replace(
+        machines,
+        gpu=replace(known, node_link=inside or known.node_link, network=network or known.network),
     )
 
 
@@ -178,7 +196,6 @@ def _pipeline_time(
     anatomy: Anatomy,
     micro_batch: MicroBatch,
     attended: float,
-    asked_gpu: Gpu,
 ) -> StepTime:
     """Of a pipeline: its slowest stage, and what it waits for the others (see ``planner.pipelines``).
 
@@ -224,7 +241,7 @@ def _pipeline_time(
         model_flops=micro * useful_flops(step, micro_batch, attended) / setting.stages,
         peak_flops=(machines.gpu.tflops or 0.0) * 1e12,
         transfers=sent,
-        stand_in=None if machines.gpu is asked_gpu else machines.gpu.name,
+        stand_in=None,
     )
 
 

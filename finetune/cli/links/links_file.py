@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from finetune.cli.links.bus_bandwidth import BETWEEN, INSIDE, MeasuredLink, Timing, link_of
 from finetune.errors import InputError, first_line
 from finetune.hardware.cards import Link, Machines
+from finetune.planner.speed import MEASURED
 
 
 class Machine(BaseModel):
@@ -53,9 +54,9 @@ class LinksFile(BaseModel):
         """Machines with the links that were measured; those that were not stay as in the data sheets."""
         gpu = machines.gpu
         if self.inside is not None:
-            gpu = replace(gpu, node_link=Link("measured", self.inside.gb_per_second, self.inside.microseconds))
+            gpu = replace(gpu, node_link=Link(MEASURED, self.inside.gb_per_second, self.inside.microseconds))
         if self.between is not None:
-            network = Link("measured", self.between.gb_per_second, self.between.microseconds, shared=True)
+            network = Link(MEASURED, self.between.gb_per_second, self.between.microseconds, shared=True)
             gpu = replace(gpu, network=network)
         return replace(machines, gpu=gpu)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli.links.links_file import read_links
-from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
+from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here, unequal_cards
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.cli.planning.written import Options, all_flags, contradictions, given_flags, problems, words_of
 from finetune.config import sections
@@ -162,9 +162,10 @@ def asked(
     if positions is not None and not cfg.data.packing and cfg.data.max_length > positions:
         read = replace(read, longest_document_tokens=positions)
         notes.append(
-            f"Rows are taken to have {positions:,} tokens, the model's positions: a run would refuse longer ones."
+            f"Assuming rows of {positions:,} tokens, the positions of the model: a run would refuse longer ones."
         )
     notes += _on_weights(cfg.model)
+    notes += unequal_cards() if options.gpus is None else []
     here = _are_here(options.gpus)
     host = options.host_memory * GIB if options.host_memory else host_memory_here() if here else None
     disk = options.disk * GIB if options.disk else free_disk(Path(cfg.train.output_dir)) if here else None

@@ -54,7 +54,7 @@ STATE = "gradients and optimizer state"
 LEVERS = (
     Lever("activation checkpointing", with_checkpointing, frozenset({"activations"})),
     Lever("activations in host memory", with_offloaded_activations, frozenset({"activations"})),
-    Lever("a smaller micro-batch", smaller_micro_batches, frozenset({"activations", "logits and loss"})),
+    Lever("a smaller micro-batch", smaller_micro_batches, frozenset({"activations"})),
     Lever("shorter rows", with_shorter_rows, frozenset({"activations", "logits and loss"})),
     Lever("8-bit optimizer state", with_8_bit_state, frozenset({STATE})),
     Lever("bf16 weights", with_bf16_weights, frozenset({"weights", STATE})),

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from finetune.errors import InputError
@@ -25,11 +27,42 @@ def gpus_here(otherwise: str = NAME_THEM) -> Machines:
 
     if not torch.cuda.is_available():
         raise InputError(f"PyTorch finds no GPU on this machine; {otherwise}.")
-    found: list[Gpu] = []
+    found = _cards_here()
+    return Machines(min(found, key=lambda gpu: gpu.memory_gib), len(found))
+
+
+def _cards_here() -> list[Gpu]:
+    import torch
+
+    found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(lookup(properties.name, properties.total_memory))
-    return Machines(min(found, key=lambda gpu: gpu.memory_gib), len(found))
+        gpu = lookup(properties.name, properties.total_memory)
+        if not gpu.gb and torch.version.hip is None:  # no data sheet says what it can do, and the driver does
+            gpu = replace(gpu, compute_capability=(properties.major, properties.minor))
+        found.append(gpu)
+    return found
+
+
+def unequal_cards() -> list[str]:
+    """A sentence on GPUs of this machine that differ."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = _cards_here()
+    counted = Counter(gpu.name for gpu in found)
+    if len(counted) == 1:
+        return []
+    there = " and ".join(f"{count}x {name}" for name, count in counted.items())
+    by_memory = sorted(range(len(found)), key=lambda index: found[index].memory_gib)
+    smallest, largest = found[by_memory[0]], by_memory[-1]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = visible.split(",")[largest].strip() if visible else largest
+    return [
+        f"This machine has {there}, planned as {len(found)}x {smallest.name}: each GPU gets the same share. For the "
+        f"largest alone set CUDA_VISIBLE_DEVICES={number}, for the plan and for the run."
+    ]
 
 
 def host_memory_here() -> int:

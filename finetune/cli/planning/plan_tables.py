@@ -161,7 +161,7 @@ def _notes(plan: Plan) -> list[str]:
         return ["Predicted from traces and data sheets, not measured; speeds are rougher than memory."]
     return [
         "Predicted from traces, not measured. The speed of "
-        f"{plan.question.machines.gpu.name} is unknown; options are compared at the speed of {stand_in}."
+        f"{plan.question.machines.gpu.name} is unknown; options are compared as on {stand_in}, links included."
     ]
 
 

@@ -21,6 +21,7 @@ def reasons(plan: Plan) -> tuple[str, ...]:
     return (
         f"{_choice(plan, plan.best)} It needs {_needs(plan.best)}.",
         *_less_exact(plan, plan.best),
+        *_just_fits_alone(plan, plan.best),
         *_left_untried(plan, plan.best),
         *_faster_offloaded(plan, plan.best),
         *_threads_of_the_host(plan.best),
@@ -79,6 +80,8 @@ def _choice(plan: Plan, best: Row) -> str:
     before = ""
     if best.verdict == "tight":
         before = "No option leaves a tenth of the memory free: "
+    elif best.offloads and _tight_alone(plan) is not None:
+        before = f"{gpus} alone no option leaves a tenth of the memory free: "
     elif best.offloads and not all(row.offloads for row in plan.rows):
         before = f"Nothing fits {gpus} alone: "
     elif reduced := reduction(best.setting, asked):
@@ -93,7 +96,7 @@ def _needs(row: Row) -> str:
     if row.offloads or (row.worst is row.host and row.verdict == "tight"):
         hint = " (see --host-memory)" if row.host.there is None else ""
         parts.append(_host_memory(row) + hint)
-    return " and ".join(parts)
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _of_those_there(need: Need) -> str:
@@ -121,6 +124,22 @@ def _less_exact(plan: Plan, best: Row) -> list[str]:
     if not exact[0].offloads:
         how = f"may just fit, at {speed} of that speed"
     return [*given_up(best.setting, asked), f"{kept}{strategy} {how}."]
+
+
+def _tight_alone(plan: Plan) -> Row | None:
+    """The first row that may just fit without offload."""
+    return next((row for row in plan.rows if row.verdict == "tight" and not row.offloads), None)
+
+
+def _just_fits_alone(plan: Plan, best: Row) -> list[str]:
+    """What could do without the offload that is recommended."""
+    tight = _tight_alone(plan) if best.offloads else None
+    if tight is None:
+        return []
+    return [
+        f"Without offload {tight.name} may just fit ({tight.gpu.share or 0:.0%} of the GPU), at "
+        f"{_speed(tight, best)} of that speed."
+    ]
 
 
 def _left_untried(plan: Plan, best: Row) -> list[str]:
@@ -186,7 +205,7 @@ def _unbalanced(plan: Plan) -> list[str]:
     more = (loaded.gpu.bytes - row.gpu.bytes) / GIB
     less = "let more GPUs share the experts"
     if row.setting.micro_batch_size > 1:
-        less = "take a smaller train.micro_batch_size"
+        less = "reduce train.micro_batch_size"
     elif not row.setting.activation_checkpointing or row.setting.recomputed_layers is not None:
         less = "set train.activation_checkpointing to full"
     fits = {"fits": "", "tight": ", which just fits", "does not fit": f", which does not fit; {less} until they are"}
