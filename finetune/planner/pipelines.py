@@ -14,6 +14,7 @@ are sharded, all of these layers are traced as if they were one stage, which is 
 gathered beside them, embedding and head, a stage has its own.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -292,10 +293,4 @@ def trained_elements(step: Step, stage: Stage) -> float:
 
 
 def _elements(shapes: Mapping[tuple[int, ...], int]) -> float:
-    found = 0.0
-    for shape, count in shapes.items():
-        size = count
-        for each in shape:
-            size *= each
-        found += size
-    return found
+    return float(sum(count * math.prod(shape) for shape, count in shapes.items()))

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from finetune.config import sections
 from finetune.config.compatibility import Cell
 from finetune.config.dpo_section import reference_taken
@@ -266,12 +268,7 @@ class Setting:
 
 def setting_of(fields: Mapping[str, Any]) -> Setting:
     """The setting of a record that was JSON, in which tuples are lists."""
-    return Setting(**{name: frozen(value) for name, value in fields.items()})
-
-
-def frozen(value: Any) -> Any:
-    """With tuples for lists."""
-    return tuple(map(frozen, value)) if isinstance(value, list) else value
+    return TypeAdapter(Setting).validate_python(fields)
 
 
 def _reference_of(cfg: PairedRun) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 from filelock import FileLock
+from pydantic import TypeAdapter
 
 from finetune.cache import cache_folder, key_of
 from finetune.errors import InputError, RunStopped
@@ -26,7 +27,7 @@ from finetune.trace.layers import Anatomy
 from finetune.trace.partly import partly_recomputed
 from finetune.trace.placement import placement_of, traced_as
 from finetune.trace.powers import MicroBatch, prime_micro_batch
-from finetune.trace.setting import APART, Setting, frozen
+from finetune.trace.setting import APART, Setting
 from finetune.trace.shallow import Depth, Step, depth_of, with_scores_put_together
 from finetune.trace.tensor_parts import part_config
 
@@ -171,8 +172,7 @@ class Tracer:
             if "problems" in answer:
                 raise InputError(answer["problems"])
             _write(file, answer)
-        fields = answer["anatomy"]
-        return Anatomy(**{name: frozen(value) for name, value in fields.items()}), answer["model"]
+        return TypeAdapter(Anatomy).validate_python(answer["anatomy"]), answer["model"]
 
     def anatomy_of(self, setting: Setting) -> Anatomy:
         """The model's sizes; of what its layers can defer, those of the part that one GPU has.
