@@ -59,7 +59,7 @@ def lines_of_the_run() -> list[str]:
     with Tracer(LLAMA_3_1_8B, row_tokens=ROW_TOKENS) as tracer:
         planned = plan_run(
             Model(LLAMA_3_1_8B, tracer),
-            Setting(strategy="fsdp2", world_size=8, row_tokens=ROW_TOKENS),
+            Setting(strategy="fsdp2", world_size=8, row_tokens=ROW_TOKENS, layout="flat"),  # as rows lie by default
             machines=parse_gpus("8xH100"),
             global_batch_size=16,
             mean_row_tokens=ROW_TOKENS,

@@ -222,7 +222,7 @@ def test_a_plan_of_a_run_takes_routers_as_balanced(mixture: Model):
         activation_checkpointing=None,
     )
     assert plan.setting.micro_batch_size * plan.setting.accumulation == 3
-    assert "routers taken as balanced" in plan.describe()[-1]
+    assert "assuming balanced routers" in plan.describe()[-1]
 
 
 def test_a_run_of_shared_experts_has_a_plan_that_chooses_its_micro_batch(

@@ -189,7 +189,7 @@ def test_a_value_that_is_not_finite_interrupts_its_line(tmp_path: Path):
     ("lines", "end", "said"),
     [
         (metrics(3), '{"step": 4, "lo', "3 of 8 steps"),
-        ([], "", "no step has been made yet"),
+        ([], "", "no step is complete yet"),
         (metrics(3), "\x00\x00\n", "1 line of metrics.jsonl cannot be read"),
     ],
 )

@@ -35,7 +35,7 @@ class RunPlan:
         """Three lines for the run's output, of about a hundred columns."""
         rows, kept = self.setting.micro_batch_size, self.setting.activations
         micro_batch = f"micro-batch {rows} x {self.setting.row_tokens:,} tokens, {kept}"
-        micro_batch += ", routers taken as balanced" if self.setting.experts > 1 else ""
+        micro_batch += ", assuming balanced routers" if self.setting.experts > 1 else ""
         checkpoint = f"checkpoint {size_text(self.checkpoint_bytes)}"
         if self.question is None or self.row is None:
             return [
@@ -145,8 +145,8 @@ def plan_run(
     """
     if setting.strategy not in STRATEGIES:  # but one that a launch file of the user's own asks for
         raise InputError(
-            f"The planner does not know {setting.strategy} yet; set train.activation_checkpointing by hand, which auto "
-            "takes for none."
+            f"The planner does not know {setting.strategy} yet; set train.activation_checkpointing yourself, "
+            "since auto keeps all activations then."
         )
     rows = micro_batch_size or 1
     setting = replace(

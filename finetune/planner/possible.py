@@ -28,7 +28,7 @@ def why_not(model: Model, setting: Setting) -> str | None:
     if model.published_bits and setting.bits != model.published_bits:
         return (
             f"The model is published in {model.published_bits} bits, which stay frozen; train an adapter on them, or "
-            "take its 16-bit version."
+            "use its 16-bit version."
         )
     return (
         next(iter(_expert_problems(model, setting)), None)

@@ -92,7 +92,7 @@ def _notes(run: RunRead) -> list[str]:
     """What a reader should know of how these figures came about."""
     notes = [describe_resumption(each) for each in run.listed("resumed")]
     if not run.steps:
-        notes.append("no step has been made yet")
+        notes.append("no step is complete yet")
     if not run.record:
         notes.append("run.yaml is missing or cannot be read")
     if run.unread:

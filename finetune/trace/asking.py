@@ -43,7 +43,11 @@ class Child:
         for _ in range(several):
             line = self.process.stdout.readline()
             if not line:
-                raise RunStopped(f"The process that traces the model ended with exit code {self.process.wait()}.")
+                code = self.process.wait()
+                raise RunStopped(
+                    f"The process that traces the model ended with exit code {code}"
+                    f"{': it may have run out of memory, so free some and try again' if code == -9 else ''}."
+                )
             yield json.loads(line)
 
     def end(self) -> None:

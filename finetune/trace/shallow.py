@@ -152,7 +152,7 @@ class Step:
         if layers == self.layers:
             return self
         if self.high is self.low:
-            raise InputError(f"With {self.layers} layers this model is too small to plan a part of it.")
+            raise InputError(f"The model has too few layers ({self.layers}) to plan stages or sharded parts of it.")
         return replace(self, layers=layers)
 
     def micro_batch(self, rows: int, row_tokens: int) -> MicroBatch:

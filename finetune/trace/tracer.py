@@ -252,7 +252,7 @@ class Tracer:
             if "failed" in answer:
                 return RunStopped(
                     f"The step under {key.strategy} cannot be traced with the versions of the libraries that are "
-                    f"installed ({answer['failed']})."
+                    f"installed ({answer['failed']}); name another with --strategy, or install other versions."
                 )
             depths.append(with_scores_put_together(depth_of(answer["depth"]), self.parts_of_scores))
         low, high = depths
