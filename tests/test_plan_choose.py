@@ -114,6 +114,25 @@ def test_memory_that_is_not_known_is_no_obstacle_and_one_that_is_too_small_is():
     assert row_of(replace(asked, disk_bytes=GIB), setting, GIB).worst.what == "disk"
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_what_is_swapped_to_disk_must_find_room_once_beside_all_checkpoints(adapter: str):
+    """A run of 32.5 million weights had 18.0 bytes of each in nvme_offload: weights in bf16, and for masters, two
+    averages and gradients 16 in all."""
+    setting = Setting("zero3_nvme", 8, row_tokens=2048, adapter=adapter)
+    asked = replace(question(model=LLAMA_8B, base=setting), checkpoints=3)
+    swapped, checkpoint = LLAMA_8B.swapped_bytes(setting), LLAMA_8B.checkpoint_bytes(setting)
+    if adapter == "none":
+        assert swapped == 18 * LLAMA_8B.anatomy.parameters
+    else:
+        assert 2 < swapped / LLAMA_8B.anatomy.parameters < 2.2
+    room = 3 * checkpoint + swapped
+    for there, fits in ((room + 3, True), (room - 3, False)):
+        need = judged(replace(asked, disk_bytes=there), setting).disk
+        assert need.bytes == checkpoint + swapped
+        assert (need.verdict != "does not fit") == fits
+    assert LLAMA_8B.swapped_bytes(replace(setting, strategy="zero3_offload")) == 0
+
+
 def test_what_a_gpu_needs_beside_its_allocator_counts():
     """A card that holds the peak and no more must not be called large enough."""
     asked = question("1xH100", batch=1, methods=(METHODS["full"],))

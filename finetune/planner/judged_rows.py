@@ -52,7 +52,7 @@ class Row:
     host: Need
     """Of one machine."""
     disk: Need
-    """Of one checkpoint."""
+    """Of one checkpoint, and of what is swapped to disk during training."""
     time: StepTime
 
     @property
@@ -92,11 +92,12 @@ def judged(question: Question, setting: Setting) -> Row:
     model, machines = question.model, question.machines
     memory = model.memory(setting, large_workspaces=machines.gpu.has_large_workspaces)
     host = model.host_bytes(setting, processes_of_machine=machines.gpus_per_node)
+    swapped = model.swapped_bytes(setting)
     return Row(
         setting=setting,
         memory=memory,
         gpu=gpu_need(question, setting, memory),
         host=Need("host memory", host, question.host_bytes),
-        disk=Need("disk", model.checkpoint_bytes(setting), question.disk_bytes),
+        disk=Need("disk", model.checkpoint_bytes(setting) + swapped, question.disk_beside(swapped)),
         time=model.time(setting, machines, mean_document_tokens=question.attended(setting)),
     )

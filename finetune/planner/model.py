@@ -63,3 +63,7 @@ class Model:
         """Of one checkpoint on disk; see ``memory.checkpoint_bytes``."""
         setting = with_whole_layers(setting)
         return memory.checkpoint_bytes(self.tracer.step(setting), setting)
+
+    def swapped_bytes(self, setting: Setting) -> int:
+        """On disk during training; see ``memory.swapped_bytes``."""
+        return memory.swapped_bytes(self.tracer.step(setting), self.anatomy, setting)

@@ -167,4 +167,5 @@ def plan_run(
     row = fastest(question, setting)
     mean = replace(row.setting, row_tokens=max(1, min(setting.row_tokens, round(mean_row_tokens))))
     time = model.time(mean, machines, mean_document_tokens=question.attended(mean))
-    return RunPlan(row.setting, row.memory, row.disk.bytes, question, replace(row, time=time))
+    checkpoint = model.checkpoint_bytes(row.setting)
+    return RunPlan(row.setting, row.memory, checkpoint, question, replace(row, time=time))

@@ -42,12 +42,20 @@ class Question:
     host_bytes: int | None = None
     """Memory of one machine, if known."""
     disk_bytes: int | None = None
-    """Free for one checkpoint, if known."""
+    """Free for checkpoints and what is swapped to disk, if known."""
+    checkpoints: int = 1
+    """That lie there at a time: those that are kept, and the one that is being written."""
     recipe: str = "recipes/sft.py"
     config_file: str | None = None
     """Of the recipe, for the command."""
     flags: tuple[tuple[str, str], ...] = ()
     """Flags of the recipe that the command repeats."""
+
+    def disk_beside(self, swapped: int) -> int | None:
+        """Of the free disk what one checkpoint may take, with all that is swapped; None where it is not known."""
+        if self.disk_bytes is None:
+            return None
+        return (self.disk_bytes - swapped) // self.checkpoints + swapped
 
     def attended(self, setting: Setting) -> float:
         """Tokens of the document of a token, in rows of a setting."""

@@ -139,7 +139,7 @@ def _needs_legend(question: Question) -> str:
         f"{gib_of_gpu:.1f} GiB. host: GiB of memory per machine"
     )
     text += f", of {gib(question.host_bytes)}" if question.host_bytes is not None else ""
-    text += "; disk: GiB per checkpoint."
+    text += "; disk: GiB per checkpoint and of swap."
     return f"{text} Speeds within {SAME_SPEED:.0%} count as equal: there the simplest comes first."
 
 
