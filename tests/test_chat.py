@@ -516,6 +516,7 @@ def test_any_conversation_gives_turns_with_their_words_and_an_end_or_a_reason(
     assert example.messages is not None
     answers = [message for message in example.messages if message["role"] == "assistant"]
     turns = sorted((first, text) for row in rows for (first, _), text in zip(row.spans, trained_text(tokenizer, row)))
-    assert all(message["content"].strip() in text for message, (_, text) in zip(answers, turns, strict=True))
+    said = [re.sub(r"<think>\s*</think>", "", message["content"]).strip() for message in answers]  # which loses nothing
+    assert all(words in text for words, (_, text) in zip(said, turns, strict=True))
     ends = {int(row.tokens[end - 1]) for row in rows for _, end in row.spans}
     assert ends <= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}

@@ -28,9 +28,9 @@ def _json(value: Any) -> str:
 
 
 def written_as_python(messages: Sequence[Message], text: str) -> int:
-    """How often a text has arguments of calls as Python writes a dictionary, ``{'now': True}``.
+    """How often a text has arguments of calls as Python writes a dictionary, ``{'now': True}``, and JSON does not.
 
     A template that expects JSON text writes those of others so, and no program reads the calls of the model then.
     """
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
-    return sum(text.count(str(arguments)) for arguments in calls if arguments and not isinstance(arguments, str))
+    return sum(text.count(str(each)) for each in calls if not isinstance(each, str) and str(each) != _json(each))
