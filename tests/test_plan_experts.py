@@ -187,7 +187,7 @@ def test_answer_says_what_routers_that_are_not_balanced_would_take(mixture: Mode
 @pytest.mark.parametrize(
     ("change", "advice"),
     [
-        ({"micro_batch_size": 2}, "take a smaller train.micro_batch_size"),
+        ({"micro_batch_size": 2}, "reduce train.micro_batch_size"),
         ({}, "set train.activation_checkpointing to full"),
         ({"activation_checkpointing": True, "recomputed_layers": 2}, "set train.activation_checkpointing to full"),
         ({"activation_checkpointing": True}, "let more GPUs share the experts"),

@@ -44,6 +44,9 @@ class MadeUp:
     def checkpoint_bytes(self, setting: Setting) -> int:
         return GIB
 
+    def swapped_bytes(self, setting: Setting) -> int:
+        return 0
+
 
 def asked(setting: Setting = SETTING, machines: Machines = H200) -> tuple[Question, Row]:
     question = question_about(cast("Model", MadeUp()), setting, machines, mean_document_tokens=setting.row_tokens)

@@ -149,7 +149,7 @@ def test_without_a_model_or_gpus_it_says_what_to_give(
     arithmetic_steps: None, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     assert run("--gpus", "8xH100") == 2
-    assert "give --config FILE, or --model" in capsys.readouterr().err
+    assert "give a configuration (FILE.yaml), or a model" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
     assert run("--model", model) == 2
     assert "name the GPUs, for example --gpus" in capsys.readouterr().err
