@@ -42,8 +42,8 @@ sys.path.append(str(ROOT / "tests"))  # the tests' tokenizer and conversations
 from chat_templates import encode_value  # noqa: E402
 from template_families import TALKS, Talk, kind_of, left_out, tokenizer_with, with_answers, without_marks  # noqa: E402
 
+from finetune.data.call_arguments import with_json_arguments  # noqa: E402
 from finetune.data.encoding import Row  # noqa: E402
-from finetune.data.messages import with_json_arguments  # noqa: E402
 from finetune.data.template_process import shared_child  # noqa: E402
 from finetune.errors import BadRow  # noqa: E402
 
