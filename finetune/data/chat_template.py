@@ -141,9 +141,10 @@ class ChatTemplate:
             except TypeError:  # some templates expect the arguments of calls as JSON text
                 text = rendered(with_json_arguments(said))
             else:
-                if as_python := written_as_python(said, text):  # so do others, which write whatever they are given
+                calls = [message for message in said if "tool_calls" in message]
+                if calls and (as_python := written_as_python(calls, text)):  # so do others, which write what they get
                     as_json = rendered(with_json_arguments(said))
-                    text = as_json if written_as_python(said, as_json) < as_python else text
+                    text = as_json if written_as_python(calls, as_json) < as_python else text
         except _REFUSALS as error:  # templates refuse what their model was not trained on
             raise TemplateRefuses(f"the chat template rejects the conversation ({error})") from None
         if len(text) > _FREE_CHARACTERS:
