@@ -110,6 +110,7 @@ REFUSED = {
     "chat {here}/model --temprature 1": "unrecognized arguments: --temprature 1; did you mean --temperature?",
     "data --config {sample} --rws 3": "Unknown flag --rws; did you mean --rows?",
     "data --config {sample} --data.max_lenght 8": "Unknown flag --data.max_lenght; did you mean data.max_length?",
+    "data {sample} --config={sample}": "does not follow a flag; write --section.key VALUE",
     "plan a b --gpus 1xH100": "'b' does not follow a flag",
     "plan --modl {here}/model": "Unknown flag --modl; did you mean --model?",
     "plan --model {here}/model --gpus 1xH100 --train.epoch 2": "Unknown flag --train.epoch; did you mean train.epochs?",

@@ -89,11 +89,13 @@ def _left_over(words: list[str], options: argparse.Namespace) -> list[str]:
     """Words that no argument takes. An argument that may be left out takes those that follow an option.
 
     argparse takes it to be left out there: in ``generate RUN --json Hello`` the prompt is none, and Hello is a word.
+    A verb names that argument as ``late_words``.
     ``data`` and ``plan`` take a configuration as ``train`` does, and ``plan`` a model.
     """
     if options.verb in ("data", "plan") and words and not words[0].startswith("-"):
         if options.verb == "data" or words[0].endswith((".yaml", ".yml")):
-            return words if "--config" in words else ["--config", *words]
+            is_named = any(word.partition("=")[0] == "--config" for word in words)
+            return words if is_named else ["--config", *words]
         if options.model is None:
             options.model = words[0]
             return words[1:]

@@ -177,8 +177,7 @@ def swapped_bytes(step: Step, anatomy: Anatomy, setting: Setting) -> int:
     width = 4 if setting.precision == "no" else 2
     kept = 2 if setting.weights == "bf16" else 4
     trained = sum(count * one.elements for one, count in trained_weights(step, setting))
-    frozen = anatomy.parameters - trained if setting.adapter == "none" else anatomy.parameters
-    computed: float = width * (frozen + trained)
+    computed: float = width * (anatomy.parameters + (0 if setting.adapter == "none" else trained))
     if setting.bits is not None:
         computed -= (width - setting.bits / 8) * anatomy.linear_parameters
     return math.ceil(computed + 4 * kept * trained)
