@@ -31,6 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from finetune.data.encoding import Encoder, Row, Settings, TooLong
 from finetune.data.encoding_workers import Encoded, encoded, records_of
 from finetune.data.formats import Example, convert
+from finetune.data.prompt_texts import Prompt, tokens_of
 from finetune.data.sources import Source
 from finetune.data.sources.text_files import TEXT_BLOCK
 from finetune.data.special_edges import refuse_special_edges
@@ -263,6 +264,21 @@ def beginning(template: str | None = None) -> PreTrainedTokenizerFast:
     )
     assert tokenizer("a")["input_ids"][0] == bos
     return tokenizer
+
+
+def test_a_text_is_asked_without_the_end_that_a_tokenizer_writes_behind_texts():
+    tokenizer = beginning()
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {tokenizer.eos_token}",
+        special_tokens=[("<s>", tokenizer.bos_token_id), (tokenizer.eos_token, end)],
+    )
+    assert tokenizer("a b")["input_ids"][-1] == end
+    asked = Prompt.of_user("test:1", "a b", is_plain=True)
+    found = tokens_of(tokenizer, asked, "a b")
+    assert found == tokenizer("a b")["input_ids"][:-1]
+    (row,) = encode_value(tokenizer, {"prompt": "a b", "completion": " c"})
+    assert row.tokens.tolist()[: len(found)] == found
 
 
 def test_bos_of_the_template_is_not_doubled_by_the_tokenizer():

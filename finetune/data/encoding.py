@@ -24,6 +24,7 @@ from finetune.data.chat_template import Rendering, Span
 from finetune.data.columns import Columns
 from finetune.data.formats import Example
 from finetune.data.messages import shielded, shielded_messages, without_reasoning
+from finetune.data.prompt_texts import begin_of_text
 from finetune.data.template_process import Conversation, TemplateProcess
 from finetune.errors import BadRow
 
@@ -148,8 +149,7 @@ class Encoder:
         self.shield_of = {special: chr(_FIRST_SHIELD + i) for i, special in enumerate(reversed(specials))}
         self.special_of = {shield: special for special, shield in self.shield_of.items()}
         self.eos = tokenizer.eos_token_id
-        begins = tokenizer.bos_token_id is not None and tokenizer.bos_token_id in backend.encode("").ids
-        self.begin = [tokenizer.bos_token_id] if begins else []
+        self.begin = begin_of_text(tokenizer)
 
     @cached_property
     def literal(self) -> Tokenizer:

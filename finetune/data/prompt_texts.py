@@ -21,6 +21,13 @@ class Prompt:
     record: dict[str, Any]
     """The row that it was read from, as it stands."""
 
+    @classmethod
+    def of_user(cls, source: str, text: str, *, is_plain: bool, system: str | None = None) -> "Prompt":
+        """What a user says once, behind what the system says; or a text to continue."""
+        begin = [] if system is None else [{"role": "system", "content": system}]
+        talk = Example([*begin, {"role": "user", "content": text}])
+        return cls(source, Example(None, prompt=text) if is_plain else talk, {"prompt": text})
+
     @property
     def is_text(self) -> bool:
         """It is continued as it stands, without a chat template."""
@@ -61,8 +68,18 @@ def texts_of(prompts: Sequence[Prompt], template: TemplateProcess) -> list[str]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
-    """The tokens of a prompt's text; those that a tokenizer adds belong to texts, for a template writes its own."""
-    return list(tokenizer(text, add_special_tokens=prompt.is_text)["input_ids"])
+    """The tokens of a prompt's text, behind the one that begins texts; a template writes its own.
+
+    A tokenizer that also ends each text would have the model asked to go on behind its end.
+    """
+    begin = begin_of_text(tokenizer) if prompt.is_text else []
+    return [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that a tokenizer writes in front of each text, if it does: its BOS."""
+    first = tokenizer.bos_token_id
+    return [first] if first is not None and first in tokenizer("")["input_ids"] else []
 
 
 def room_problems(named: Sequence[str], tokens: Sequence[Sequence[int]], positions: int | None, name: str) -> list[str]:

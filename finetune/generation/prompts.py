@@ -2,7 +2,7 @@
 
 from finetune.data import sources
 from finetune.data.columns import Columns, renamed
-from finetune.data.formats import Example, convert_prompt
+from finetune.data.formats import convert_prompt
 from finetune.data.prompt_texts import Prompt
 from finetune.data.sources import Record, Source
 from finetune.errors import BadRow, InputError, refuse_if_any
@@ -17,11 +17,7 @@ def prompt_of(text: str, *, system: str | None, plain: bool) -> Prompt:
     """
     if not text.strip():
         raise InputError("The prompt is empty; give a text, or a file of prompts with --prompts.")
-    if plain:
-        return Prompt("the prompt", Example(None, prompt=text), {"prompt": text})
-    messages = [{"role": "system", "content": system}] if system else []
-    asked = Example([*messages, {"role": "user", "content": text}])
-    return Prompt("the prompt", asked, {"prompt": text})
+    return Prompt.of_user("the prompt", text, is_plain=plain, system=system or None)
 
 
 def read_prompts(path: str, columns: Columns = ()) -> list[Prompt]:

@@ -25,8 +25,7 @@ from transformers.utils import logging as transformers_logging
 from finetune.cache import key_of
 from finetune.config import adapter_file
 from finetune.data import named_templates
-from finetune.data.template_process import Conversation, TemplateProcess
-from finetune.errors import BadRow, InputError, first_line, refuse_if_any
+from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.hub_access import is_hub_id, missing_in_folder, refuse_without_access
 from finetune.models import attention as attentions
 from finetune.models import quantization
@@ -361,27 +360,6 @@ def answers(
 def answer_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[list[int]]) -> list[str]:
     """Texts of answers, without special tokens."""
     return [str(tokenizer.decode(answer, skip_special_tokens=True)).strip() for answer in tokens]
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of questions up to where the assistant's turn begins; of the plain texts if there is no chat template.
-
-    Raises:
-        InputError: if the template rejects a question alone, or does not finish.
-    """
-    if tokenizer.chat_template is None:
-        return [list(tokenizer(text)["input_ids"]) for text in texts]
-    asked = [
-        Conversation("eval.prompts", [{"role": "user", "content": text}], tools=None, form="prompt") for text in texts
-    ]
-    tokens = []
-    for rendered in TemplateProcess(tokenizer).render(asked):
-        if isinstance(rendered, BadRow):
-            raise InputError(
-                f"eval.prompts: {rendered}; ask held-out rows instead, for example with --eval.prompts 3."
-            ) from rendered
-        tokens.append(list(tokenizer(rendered[0].text, add_special_tokens=False)["input_ids"]))
-    return tokens
 
 
 def _last_line(error: Exception) -> str:

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batches import NOTHING, Inputs
 from finetune.data.encoding import Row
-from finetune.data.prompt_texts import room_problems
+from finetune.data.prompt_texts import Prompt, room_problems, texts_of, tokens_of
 from finetune.data.rows import Rows
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
+from finetune.data.template_process import TemplateProcess
 from finetune.distributed.held_parts import part_of, pipeline_of
 from finetune.errors import InputError, refuse_if_any
 from finetune.models import loading as models
@@ -217,7 +218,10 @@ def questions(
     """
     asked = []
     if isinstance(prompts, list):
-        tokens = models.prompt_tokens(tokenizer, prompts)
+        is_plain = tokenizer.chat_template is None
+        written = [Prompt.of_user("eval.prompts", text, is_plain=is_plain) for text in prompts]
+        texts = texts_of(written, TemplateProcess(tokenizer))
+        tokens = [tokens_of(tokenizer, *each) for each in zip(written, texts)]
         refuse_if_any(room_problems(["eval.prompts"] * len(prompts), tokens, positions, "the model"))
         asked = [Question(*each) for each in zip(prompts, tokens)]
     count = None if compared else prompts if isinstance(prompts, int) else 0
