@@ -407,7 +407,12 @@ def test_subset_or_split_of_files_is_refused_saying_what_is_there_and_how_to_nam
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.jsonl").write_bytes(JSONL)
     path = str(tmp_path / place)
-    for source in (Source(path, split="test"), Source(path, split="train"), Source(path, subset="main")):
+    for source in (
+        Source(path, split="test"),
+        Source(path, split="train"),
+        Source(path, subset="main"),
+        Source(path, revision="v1"),
+    ):
         [problem] = problems([source])
         assert f"for hub datasets, but this is {what}" in problem
         assert f"{tmp_path / 'data'}/data/train-*.parquet" in problem
@@ -467,15 +472,15 @@ def test_hub_dataset_is_read_row_by_row_without_the_keys_that_arrow_fills(monkey
     rows = [{"m": [{"a": 1}]}, {"m": [{"b": "x"}]}]
     asked = []
 
-    def load(path: str, subset: str | None, *, split: str) -> datasets.Dataset:
-        asked.append((path, subset, split))
+    def load(path: str, subset: str | None, *, split: str, revision: str, streaming: bool) -> datasets.Dataset:
+        asked.append((path, subset, split, revision, streaming))
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source = Source("owner/name", subset="main", split="test")
+    source = Source("owner/name", subset="main", split="test", revision="v1.0")
     assert problems([source]) == []
     assert list(read(source)) == [Record(f"owner/name[test]:row {i}", row) for i, row in enumerate(rows, start=1)]
-    assert asked == [("owner/name", "main", "test")]
+    assert asked == [("owner/name", "main", "test", "v1.0", False)]
 
 
 @pytest.mark.usefixtures("with_access")
@@ -503,9 +508,11 @@ def test_hub_dataset_that_cannot_be_had_is_an_input_error(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
-    with pytest.raises(InputError, match=r"owner/name: .*\['main', 'other'\].*; check the name, subset and split"):
+    with pytest.raises(
+        InputError, match=r"owner/name: .*\['main', 'other'\].*; check the name, subset, split and revision"
+    ):
         list(read(Source("owner/name")))
-    with pytest.raises(InputError, match=r"owner/name: .* check the name, subset and split"):
+    with pytest.raises(InputError, match=r"owner/name: .* check the name, subset, split and revision"):
         identity([Source("owner/name")])
 
 

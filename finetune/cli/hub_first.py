@@ -56,7 +56,7 @@ def ask_for_data(entries: Any) -> None:
 
     for source in named_sources(entries):
         if is_hub_dataset(source.path):
-            refuse_without_access(source.path, "README.md", kind="dataset")
+            refuse_without_access(source.path, "README.md", kind="dataset", revision=source.revision)
 
 
 def ask_for_held_out(path: str) -> None:

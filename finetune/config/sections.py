@@ -118,13 +118,15 @@ class DataSource(Section):
     """Configuration of a hub dataset."""
     split: str | None = None
     """Split of a hub dataset; without it, train."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub dataset; without it, the newest commit of its main branch."""
 
 
 class Data(Section):
     train: str | Annotated[list[str | DataSource], Field(min_length=1)]
     """Training data: a file (.jsonl, .ndjson, .json, .csv, .tsv or .txt, also compressed as .gz or .zst, or .parquet),
     a glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
-    keys path, weight, subset and split."""
+    keys path, weight, subset, split and revision."""
     eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Held-out data: never trained on, used for eval_loss and for the answers to eval.prompts. Sources as for train, or
     a fraction of the training rows, for example 0.05. The fraction is chosen by a hash of each row, so a row is always

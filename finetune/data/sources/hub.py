@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.data.sources.arrow_rows import without_nulls
+from finetune.data.sources.names import Source
 from finetune.data.sources.record import Record
 from finetune.errors import InputError
 from finetune.hub_access import refuse_without_access
@@ -14,7 +15,7 @@ _LONGEST_MESSAGE = 500
 
 
 @contextmanager
-def _quiet(path: str) -> Iterator[None]:
+def _quiet(path: str, revision: str | None) -> Iterator[None]:
     """Without progress bars, and with the library's errors as sentences.
 
     Raises:
@@ -22,7 +23,7 @@ def _quiet(path: str) -> Iterator[None]:
     """
     import datasets
 
-    refuse_without_access(path, "README.md", kind="dataset")
+    refuse_without_access(path, "README.md", kind="dataset", revision=revision)
     were_shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -30,7 +31,7 @@ def _quiet(path: str) -> Iterator[None]:
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{path}: it is neither a local file or folder nor a dataset that can be loaded from the hub "
-            f"({_told(error)}); check the name, subset and split, the network and your access."
+            f"({_told(error)}); check the name, subset, split and revision, the network and your access."
         ) from error
     finally:
         if were_shown:
@@ -42,7 +43,7 @@ def _told(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_MESSAGE].rstrip(".") or type(error).__name__
 
 
-def commit(path: str, subset: str | None) -> str:
+def commit(path: str, subset: str | None, revision: str | None = None) -> str:
     """The commit that would be loaded, which pins the content of a hub dataset.
 
     Raises:
@@ -50,11 +51,11 @@ def commit(path: str, subset: str | None) -> str:
     """
     import datasets
 
-    with _quiet(path):
-        return str(datasets.load_dataset_builder(path, subset).hash)
+    with _quiet(path, revision):
+        return str(datasets.load_dataset_builder(path, subset, revision=revision).hash)
 
 
-def hub_rows(path: str, subset: str | None, split: str, streaming: bool = False) -> Iterator[Record]:
+def hub_rows(source: Source, streaming: bool = False) -> Iterator[Record]:
     """The rows of a split, as ``owner/name[split]:row N``, downloaded to disk first unless they are streamed.
 
     Raises:
@@ -62,11 +63,10 @@ def hub_rows(path: str, subset: str | None, split: str, streaming: bool = False)
     """
     import datasets
 
-    with _quiet(path):
-        if streaming:
-            dataset: Any = datasets.load_dataset(path, subset, split=split, streaming=True)
-        else:
-            dataset = datasets.load_dataset(path, subset, split=split)
+    path, split = source.path, source.hub_split
+    with _quiet(path, source.revision):
+        how: dict[str, Any] = {"split": split, "revision": source.revision, "streaming": streaming}
+        dataset = datasets.load_dataset(path, source.subset, **how)
         for row, value in enumerate(_without_media(dataset), start=1):
             yield Record(f"{path}[{split}]:row {row}", without_nulls(value))
 

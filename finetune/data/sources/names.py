@@ -45,6 +45,8 @@ class Source:
     """Configuration of a hub dataset."""
     split: str | None = None
     """Split of a hub dataset, if one is named."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub dataset, if one is named."""
 
     @property
     def hub_split(self) -> str:
@@ -175,7 +177,7 @@ def problems(sources: Sequence[Source]) -> list[str]:
         except InputError as error:
             found += error.problems
             continue
-        if source.subset is not None or source.split is not None:
+        if any(each is not None for each in (source.subset, source.split, source.revision)):
             found.append(_not_of_the_hub(source.path))
     return found
 
@@ -184,8 +186,8 @@ def _not_of_the_hub(path: str) -> str:
     what = "a folder" if os.path.isdir(path) else "several files" if glob.has_magic(path) else "a file"
     folder = path.rstrip(os.sep) if os.path.isdir(path) else os.path.dirname(path) or "."
     return (
-        f"{path}: subset and split are for hub datasets, but this is {what}; remove them, and name the files of a "
-        f"split by a glob, such as {folder}/data/train-*.parquet."
+        f"{path}: subset, split and revision are for hub datasets, but this is {what}; remove them, and name "
+        f"the files of a split by a glob, such as {folder}/data/train-*.parquet."
     )
 
 
@@ -210,7 +212,8 @@ def identity(sources: Sequence[Source]) -> list[Any]:
         if is_hub_dataset(source.path):
             from finetune.data.sources.hub import commit
 
-            known.append([source.path, source.subset, source.hub_split, commit(source.path, source.subset)])
+            newest = commit(source.path, source.subset, source.revision)
+            known.append([source.path, source.subset, source.hub_split, newest])
             continue
         stats = [(file, os.stat(file)) for file in data_files(source.path)]
         known.append([[file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats])

@@ -21,7 +21,7 @@ def read(source: Source, streaming: bool = False) -> Iterator[Record | Rejected]
     if is_hub_dataset(source.path):
         from finetune.data.sources.hub import hub_rows
 
-        yield from hub_rows(source.path, source.subset, source.hub_split, streaming)
+        yield from hub_rows(source, streaming)
         return
     for path in data_files(source.path):
         yield from _read_file(path, kind_of(path))
