@@ -80,14 +80,16 @@ def test_a_named_column_decides_the_format_whatever_else_a_row_has():
 def test_a_column_that_no_row_has_is_refused_with_the_nearest_and_what_the_rows_have(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", QUESTION, QUESTION)
     expected = (
-        "data.columns: no row has a column 'Questoin', which is to hold prompt; did you mean 'question'? Otherwise: "
+        "data.columns takes prompt from the column 'Questoin', but no row has it; did you mean 'question'? Otherwise: "
         "the first row has 'question', 'answer', 'id'."
     )
     wrong = (("prompt", "Questoin"), ("completion", "answer"))
     with pytest.raises(InputError) as error:
         read(path, wrong)
     assert error.value.problems == [expected]
-    with pytest.raises(InputError, match="'Persona', which is to hold system; the first row has"):  # read without it
+    with pytest.raises(
+        InputError, match="takes system from the column 'Persona', but .* it; the first row has"
+    ):  # read without it
         read(path, (*ASKED, ("system", "Persona")))
     with pytest.raises(InputError) as error:
         stream(path, (*ASKED, ("system", "Questoin")))
@@ -103,11 +105,11 @@ def test_an_optional_column_of_a_stream_may_begin_behind_the_first_window(
     path = write(tmp_path / "rows.jsonl", *[chat] * 4, chat | {"sys": "the stone"})
     first, *_ = stream(path, (("system", "sys"),)).describe()
     assert first == (
-        "data.columns: none of the first 2 documents has a column 'sys', which is to hold system; the first row has "
+        "data.columns takes system from the column 'sys', but none of the first 2 documents has it; the first row has "
         "'messages'."
     )
     with pytest.raises(
-        InputError, match="none of the first 2 documents has a column 'talk', which is to hold messages"
+        InputError, match="takes messages from the column 'talk', but none of the first 2 documents has it"
     ):
         stream(path, (("messages", "talk"),))
     monkeypatch.setattr(streaming, "WINDOW", 6)  # which all rows are in

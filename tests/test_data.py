@@ -122,13 +122,13 @@ def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_b
     assert rows[1].uncut_tokens > 99
     line = dataset.describe(rows, "training")
     assert "1 row truncated" in line
-    assert "1 dropped as too long for max_length" in line
+    assert "1 left out as too long for data.max_length" in line
     assert "rows.jsonl:3" in line
     assert "max_length 32" in next(dataset.rejected_lines(rows))
 
 
 def test_file_whose_rows_all_lose_their_trained_tokens_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match=r"has a trained token within data\.max_length"):
+    with pytest.raises(InputError, match=r"longer than data\.max_length"):
         read(tmp_path / "rows.jsonl", GOOD, max_length=3)
 
 

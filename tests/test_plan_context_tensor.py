@@ -232,10 +232,10 @@ def test_a_run_is_planned_with_its_own_sizes(model: Model):
     ("change", "words"),
     [
         ({"world_size": 12}, "cp_tp has each row computed by 2 GPUs and splits each layer over 4 GPUs; take a"),
-        ({"context": 1}, "take a multiple of 8 GPUs"),
-        ({"tensor": 1}, "take a multiple of 4 GPUs"),
+        ({"context": 1}, "use a multiple of 8 GPUs"),
+        ({"tensor": 1}, "use a multiple of 4 GPUs"),
         ({"world_size": 4, "tensor": 2}, None),
-        ({"world_size": 2, "tensor": 2}, "take at least 4 of them"),
+        ({"world_size": 2, "tensor": 2}, "use at least 4 of them"),
         (
             {"layout": "padded"},
             "cp_tp has its own attention; set model.attention to auto, or use the strategy file fsdp2",

@@ -271,7 +271,7 @@ def test_from_shared_experts_that_do_not_fit_more_gpus_share_them_or_strategies_
     ("change", "words"),
     [
         ({"experts": 3}, "shared by 3 processes, but each layer has 8"),
-        ({"world_size": 12}, "take a multiple of 8 GPUs"),
+        ({"world_size": 12}, "use a multiple of 8 GPUs"),
         ({"experts": 16}, "shared by 16 processes, but each layer has 8"),
         ({"precision": "fp16"}, "ep does not scale losses"),
         ({"optimizer": "adafactor"}, "needs whole matrices"),

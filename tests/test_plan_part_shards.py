@@ -253,7 +253,7 @@ def test_at_least_two_gpus_must_have_the_same_part_and_the_command_says_how_many
     split = replace(SPLIT, world_size=16, tensor=8)
     assert ["--megatron_lm_tp_degree", "8"] in launcher_flags(split, machines)
     assert split.launched == "fsdp2_tp 8"
-    assert "take at least 16 of them" in (why_not(LLAMA_70B, replace(split, world_size=8)) or "")
+    assert "use at least 16 of them" in (why_not(LLAMA_70B, replace(split, world_size=8)) or "")
 
 
 def test_shards_of_parts_are_compared_on_several_machines_where_parts_do_not_fit():
@@ -293,12 +293,12 @@ def test_from_parts_that_do_not_fit_shards_of_them_are_the_next_change():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor": 3}, "take a multiple of 3 GPUs"),
+        ({"tensor": 3}, "use a multiple of 3 GPUs"),
         ({"precision": "fp16"}, "fsdp2_tp does not scale losses"),
         ({"adapter": "lora", "bits": 8}, "cannot shard the 8-bit layers"),
         (AS_STAGES | {"pipeline_schedule": "zero_bubble"}, "before it frees them; set it to 1f1b"),
         (AS_STAGES | {"optimizer": "adafactor"}, "fsdp2_pp"),
-        (AS_STAGES | {"stages": 16}, "take at least 32 of them"),
+        (AS_STAGES | {"stages": 16}, "use at least 32 of them"),
     ],
 )
 def test_what_a_run_would_refuse_is_no_option(change: dict[str, Any], words: str):

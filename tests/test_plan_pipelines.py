@@ -203,8 +203,8 @@ def test_hand_overs_of_several_machines_take_the_network():
 @pytest.mark.parametrize(
     ("gpus", "batch", "words"),
     [
-        ("1xH100", 4, "take a multiple of 2 GPUs"),
-        ("37x1xH100", 37, "take a multiple of 2 GPUs"),  # a prime number, and more than there are layers
+        ("1xH100", 4, "use a multiple of 2 GPUs"),
+        ("37x1xH100", 37, "use a multiple of 2 GPUs"),  # a prime number, and more than there are layers
         ("4xH100", 1, "global_batch_size"),
     ],
 )
@@ -246,7 +246,7 @@ def test_pipelines_of_every_number_of_stages_are_compared_and_the_command_says_i
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"stages": 5}, "take a multiple of 5 GPUs"),
+        ({"stages": 5}, "use a multiple of 5 GPUs"),
         ({"paired": True}, "preferences take several"),
         ({"embedding_noise": True}, "train.neftune_alpha draws noise"),
         ({"precision": "fp16"}, "pp does not scale losses"),

@@ -135,7 +135,7 @@ def test_from_split_layers_that_do_not_fit_strategies_that_shard_are_tried():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor": 3}, "take a multiple of 3 GPUs"),
+        ({"tensor": 3}, "use a multiple of 3 GPUs"),
         ({"precision": "fp16"}, "tp does not scale losses"),
         ({"optimizer": "adafactor"}, "needs whole matrices"),
     ],

@@ -269,8 +269,8 @@ def test_large_models_on_many_machines_have_pipelines_of_split_layers_among_what
     ("change", "words"),
     [
         ({"tensor": 3}, "tp_pp splits each layer over 3 GPUs and has 2 stages, each on GPUs of its own; take a"),
-        ({"world_size": 12}, "take a multiple of 8 GPUs"),
-        ({"stages": 1}, "has 2 stages, each on GPUs of its own; take a multiple of 8 GPUs"),
+        ({"world_size": 12}, "use a multiple of 8 GPUs"),
+        ({"stages": 1}, "has 2 stages, each on GPUs of its own; use a multiple of 8 GPUs"),
         ({"precision": "fp16"}, "tp_pp does not scale losses"),
         ({"optimizer": "adafactor"}, "Adafactor needs whole matrices, but tp_pp"),
         ({"adapter": "dora"}, "DoRA needs the norms of whole weights, but tp_pp"),
@@ -280,7 +280,7 @@ def test_large_models_on_many_machines_have_pipelines_of_split_layers_among_what
         ({"embedding_noise": True}, "train.neftune_alpha draws noise"),
         ({"parts": 41}, "82 parts, but the model has 80 layers"),
         ({"router_aux_loss_coef": 0.1}, "transformers has no load-balancing loss for this model"),
-        ({"strategy": "fsdp2_tp_pp", "stages": 4}, "take at least 32 of them"),
+        ({"strategy": "fsdp2_tp_pp", "stages": 4}, "use at least 32 of them"),
         ({"strategy": "fsdp2_tp_pp", "pipeline_schedule": "zero_bubble"}, "use the strategy file tp_pp"),
     ],
 )

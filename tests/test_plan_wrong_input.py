@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> str:
         ("--gpus 8xH100 --strategy zero4", "did you mean zero"),
         ("--gpus 8xH100 --strategy nowhere/ddp.yaml", "there is no file nowhere/ddp.yaml"),
         ("--gpus 8xH100 --strategy single", "single is for one GPU"),
-        ("--gpus 2xH100 --strategy fsdp2_pp", "over the GPUs that have the same one; take at least 4 of them"),
+        ("--gpus 2xH100 --strategy fsdp2_pp", "over the GPUs that have the same one; use at least 4 of them"),
         ("--gpus 6xH100 --global-batch-size 18 --strategy fsdp2 --method lora_8bit", "cannot shard the 8-bit layers"),
         ("--gpus 8xH100 --train.optimizer adafactor --strategy fsdp2", "Adafactor needs whole matrices"),
         ("--gpus 1xT4 --train.weights bf16", "computes in bf16"),

@@ -405,7 +405,7 @@ def test_tokens_that_are_no_number_are_refused(text: str):
             "pretrain.depth_scaled is about random weights",
         ),
         ({"data__streaming": True, "train__tokens": 100}, None),
-        ({"data__format": "messages"}, "data.format messages: a corpus is of texts"),
+        ({"data__format": "messages"}, "data.format messages: pretraining takes plain text only"),
         ({"eval__exact_match": True}, "eval.exact_match: a text has no answer"),
         ({"train__tokens": 100, "train__global_batch_tokens": 96}, None),
         (GROWING, None),

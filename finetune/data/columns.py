@@ -80,7 +80,7 @@ def unknown_problems(
         return []
     has = ", ".join(repr(key)[:40] for key in keys[:MOST_SHOWN]) + (", ..." if len(keys) > MOST_SHOWN else "")
     return [
-        f"data.columns: {looked_at} has a column {column!r}, which is to hold {field}; {_nearest(column, keys)}the "
+        f"data.columns takes {field} from the column {column!r}, but {looked_at} has it; {_nearest(column, keys)}the "
         f"first row has {has}."
         for field, column in columns
         if column not in found

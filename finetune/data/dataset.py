@@ -97,7 +97,11 @@ def _refusal(rows: Rows) -> list[str]:
 def _why_empty(rows: Rows, max_length: int) -> str:
     dropped, rejected = rows.summary["dropped"], rows.summary["rejected"]
     if dropped and not rejected:
-        return f"none of the {dropped:,} rows has a trained token within data.max_length {max_length}; raise it."
+        one = "the only row is" if dropped == 1 else f"all {dropped:,} rows are"
+        return (
+            f"{one} longer than data.max_length {max_length}, or nothing to train is left within it; raise it, or set "
+            "data.too_long to cut."
+        )
     if rejected:
         source, reason = rows.summary["first_rejected"][0]
         every = (
@@ -152,16 +156,16 @@ def describe(rows: Rows, purpose: str) -> str:
     formats = ", ".join(summary["formats"])
     trained, tokens = int(rows.trained_tokens.sum(dtype=np.int64)), int(rows.lengths.sum(dtype=np.int64))
     text = f"{_count(rows, purpose)} ({formats}), {tokens:,} tokens, {trained:,} of them trained"
-    whose = "" if rows.chosen is None else " of all"
+    whose = "" if rows.chosen is None else " before the split"
     if summary["truncated"]:
         count = summary["truncated"]
-        text += f"; {count:,} row{'s' if count > 1 else ''}{whose} truncated at max_length"
+        text += f"; {count:,} row{'s' if count > 1 else ''} cut at data.max_length{whose}"
     if summary["dropped"]:
         count, first = summary["dropped"], summary["first_dropped"]
         more = ", ..." if count > 3 else ""
-        text += f"; {count:,}{whose} dropped as too long for max_length ({', '.join(first[:3])}{more})"
+        text += f"; {count:,} left out as too long for data.max_length{whose} ({', '.join(first[:3])}{more})"
     if summary["rejected"]:
-        text += f"; {summary['rejected']:,}{whose} rejected"
+        text += f"; {summary['rejected']:,} rejected{whose}"
     for what, count in summary["left_out"].items():
         text += f"; the chat template leaves out {what} of {count:,}{whose}"
     return text

@@ -115,7 +115,7 @@ def _write(
         "truncated": 0,
         "largest_token": 0,
     }
-    rows_of, seen_formats, left_out = Counter[int](), Counter[str](), Counter[str]()
+    seen_formats, left_out = Counter[str](), Counter[str]()
     with_column, first_keys = Counter[str](), list[str]()
     rejected, dropped = 0, 0
     first_rejected: list[tuple[str, str]] = []
@@ -138,7 +138,6 @@ def _write(
             count(summary["rows"])
             cut = [row for row in batch.rows if row.uncut_tokens > len(row.tokens)]
             summary["truncated"] += len(cut)
-            rows_of.update(batch.origins)
             seen_formats.update(batch.formats)
             left_out.update(batch.dropped)
             with_column.update(batch.columns)
@@ -154,7 +153,6 @@ def _write(
                     rejected += 1
     summary |= {
         "sources": [entry.path for entry in entries],
-        "rows_of_source": [rows_of[origin] for origin in range(len(entries))],
         "formats": dict(seen_formats.most_common()),
         "left_out": dict(left_out.most_common()),
         "columns": dict(with_column),

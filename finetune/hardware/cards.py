@@ -204,7 +204,7 @@ def _card(written: str, shown: str) -> Gpu:
     meant = f" Did you mean {nearest.name}?" if nearest else ""
     known = ", ".join(gpu.name for gpu in known_gpus())
     raise InputError(
-        f"--gpus: unknown GPU {shown}.{meant} Known GPUs: {known}. Or give only the memory, for example 8x80GB."
+        f"--gpus: unknown GPU {shown}.{meant} Or give its memory instead, for example 1x8GB. Known GPUs: {known}."
     )
 
 
@@ -257,17 +257,19 @@ def stand_in(gpu: Gpu) -> Gpu:
     return gpu if gpu.tflops else min(known_gpus(), key=lambda known: abs(known.memory_gib - gpu.memory_gib))
 
 
-def lookup(device_name: str, total_bytes: int) -> Gpu:
+def lookup(device_name: str, total_bytes: int, compute_capability: tuple[int, int] | None = None) -> Gpu:
     """The card that a driver reports; an unknown one has its memory but no speed.
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` tells it.
         total_bytes: as ``torch.cuda.get_device_properties`` does.
+        compute_capability: NVIDIA's, of a card that no data sheet here names; None where it is not known.
     """
     memory_gib = total_bytes / GIB
     cards = _cards(device_name)
     if not cards:
-        return replace(_of_memory(memory_gib, in_gib=True), name=device_name)
+        card = _of_memory(memory_gib, in_gib=True)
+        return replace(card, name=device_name, compute_capability=compute_capability)
     return replace(min(cards, key=lambda card: abs(card.memory_gib - memory_gib)), memory_gib=memory_gib)
 
 

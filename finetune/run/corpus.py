@@ -25,7 +25,7 @@ def corpus_problems(cfg: CorpusRun, world_size: int) -> list[str]:
     """What contradicts learning from a corpus, as sentences."""
     data = cfg.data
     found = {
-        f"data.format {data.format}: a corpus is of texts; leave it at auto, or set it to text.": (
+        f"data.format {data.format}: pretraining takes plain text only; leave it at auto, or set it to text.": (
             data.format not in ("auto", "text")
         ),
         "eval.exact_match: a text has no answer; set it to false.": cfg.eval.exact_match,

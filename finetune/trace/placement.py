@@ -123,12 +123,12 @@ def world_sizes_problem(strategy: str, world_size: int, sizes: Mapping[Size, int
     least = {size: max(2, number) for size, number in sizes.items()}
     fewest = 2 * math.prod(number for size, number in least.items() if size in (TENSOR, STAGES))
     if strategy in SHARDED_PARTS and world_size < fewest:
-        return f"{strategy} shards each part over the GPUs that have the same one; take at least {fewest} of them."
+        return f"{strategy} shards each part over the GPUs that have the same one; use at least {fewest} of them."
     if 1 in sizes.values() or world_size % together:
         what = " and ".join(DOES_TOGETHER[size.field].format(number) for size, number in least.items())
-        return f"{strategy} {what}; take a multiple of {math.prod(least.values())} GPUs."
+        return f"{strategy} {what}; use a multiple of {math.prod(least.values())} GPUs."
     if strategy == "single" and world_size > 1:
-        return "single is for one GPU; take ddp, or a strategy that shards."
+        return "single is for one GPU; use ddp, or a strategy that shards."
     if strategy == "hsdp" and (world_size < 2 * REPLICAS or world_size % REPLICAS):
-        return f"hsdp keeps {REPLICAS} replicas over at least 2 GPUs each; take a multiple of 2 from 4 on."
+        return f"hsdp keeps {REPLICAS} replicas over at least 2 GPUs each; use an even number of them, at least 4."
     return None

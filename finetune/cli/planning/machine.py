@@ -3,11 +3,10 @@
 import os
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from finetune.errors import InputError
-from finetune.hardware.cards import Gpu, Machines, lookup
+from finetune.hardware.cards import Gpu, Machines
 
 NAME_THEM = "name the GPUs, for example --gpus 8x80GB or --gpus 1xH200"
 
@@ -34,14 +33,9 @@ def gpus_here(otherwise: str = NAME_THEM) -> Machines:
 def _cards_here() -> list[Gpu]:
     import torch
 
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpu = lookup(properties.name, properties.total_memory)
-        if not gpu.gb and torch.version.hip is None:  # no data sheet says what it can do, and the driver does
-            gpu = replace(gpu, compute_capability=(properties.major, properties.minor))
-        found.append(gpu)
-    return found
+    from finetune.distributed.gpus import card_of
+
+    return [card_of(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
 
 
 def unequal_cards() -> list[str]:
