@@ -70,7 +70,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 
 
 def sources_hash(files: Iterable[Path]) -> str:
-    """SHA-256 of the names and contents of Python and YAML files of the repository, without comments and docstrings."""
+    """SHA-256 of the names and contents of Python and YAML files of the repository.
+
+    Without comments, docstrings, and the words of errors that are raised.
+    """
     digest = hashlib.sha256()
     for path in sorted(set(files)):
         text = path.read_text()
@@ -90,9 +93,15 @@ def _tree(text: str) -> ast.Module:
 
 
 def _code(node: Any) -> str:
-    """A syntax tree without docstrings, and without empty fields, of which versions of Python differ in number."""
+    """A syntax tree without docstrings, and without empty fields, of which versions of Python differ in number.
+
+    Without what is raised either: the words of a refusal decide nothing of what is trained. That something is raised,
+    and when, is part of it.
+    """
     if isinstance(node, list):
         return f"[{','.join(map(_code, node))}]"
+    if isinstance(node, ast.Raise):
+        return "Raise()"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))

@@ -68,6 +68,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "a.py").write_text('"""A."""\n\ndef f(x):\n    """Doc."""\n    import b\n\n    return f"{x}"  # x\n')
     (tmp_path / "b.py").write_text("y = 1\n")
     (tmp_path / "c.yaml").write_text("k: 1  # one\n")
+    (tmp_path / "d.py").write_text("if y:\n    raise InputError('One.')\n")
     monkeypatch.setattr(proofs, "ROOT", tmp_path)
     monkeypatch.setattr(proofs, "TESTS", tmp_path / "tests")
     return tmp_path
@@ -80,9 +81,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a.py", "'''Another.'''\ndef f(\n    x,\n):\n    'Other.'\n    import b\n    return f'{x}'\n"),
         ("b.py", "# why\ny=1\n"),
         ("c.yaml", "# why\nk:  1\n"),
+        ("d.py", "if y:\n    raise InputError(f'Another {y}.') from error\n"),
     ],
 )
-def test_comments_docstrings_and_layout_leave_the_hash_as_it_is(file: str, text: str, repository: Path):
+def test_comments_docstrings_words_of_errors_and_layout_leave_the_hash_as_it_is(file: str, text: str, repository: Path):
     before = proofs.sources_hash(repository.glob("*.*"))
     (repository / file).write_text(text)
     assert proofs.sources_hash(repository.glob("*.*")) == before
@@ -96,6 +98,8 @@ def test_comments_docstrings_and_layout_leave_the_hash_as_it_is(file: str, text:
         ("b.py", "y = 2\n"),
         ("b.py", "y = 1.0\n"),
         ("b.py", "y = '1'\n"),
+        ("d.py", "if z:\n    raise InputError('One.')\n"),
+        ("d.py", "if y:\n    print('One.')\n"),
         ("c.yaml", "k: 2\n"),
     ],
 )
@@ -107,7 +111,7 @@ def test_any_change_of_code_or_strategy_changes_the_hash(file: str, text: str, r
 
 def test_a_files_name_is_part_of_the_hash(repository: Path):
     before = proofs.sources_hash([repository / "b.py"])
-    (repository / "b.py").rename(repository / "d.py")
+    (repository / "b.py").rename(repository / "e.py")
     assert proofs.sources_hash([repository / "d.py"]) != before
 
 
