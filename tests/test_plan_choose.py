@@ -133,6 +133,15 @@ def test_what_is_swapped_to_disk_must_find_room_once_beside_all_checkpoints(adap
     assert LLAMA_8B.swapped_bytes(replace(setting, strategy="zero3_offload")) == 0
 
 
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_state_on_disk_takes_less_host_memory_than_state_in_it(gpus: int):
+    on_disk, in_memory = (
+        LLAMA_8B.host_bytes(Setting(strategy, gpus, row_tokens=2048), processes_of_machine=gpus)
+        for strategy in ("zero3_nvme", "zero3_offload")
+    )
+    assert on_disk < 0.65 * in_memory
+
+
 def test_what_a_gpu_needs_beside_its_allocator_counts():
     """A card that holds the peak and no more must not be called large enough."""
     asked = question("1xH100", batch=1, methods=(METHODS["full"],))

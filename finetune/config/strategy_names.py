@@ -63,6 +63,8 @@ SIZES = {
     "cp_tp": (Size("context", "megatron_lm_context_parallel_size", ROW), TENSOR),
 }
 """Of the strategies that have one, or several."""
+SWAPPED_TOGETHER = 100_000_000
+"""Weights of a process that zero3_nvme reads from disk, steps and writes back at a time, with their state."""
 
 
 def in_parts(sizes: Iterable[Size]) -> str | None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from finetune.compat.accelerate_private import forget_state
 from finetune.compat.deepspeed_private import restore_linear
+from finetune.config.strategy_names import SWAPPED_TOGETHER
 from finetune.distributed import deepspeed_ops
 from finetune.distributed.active import prove_active
 from finetune.distributed.model_parts import take_part, trained_everywhere
@@ -219,11 +220,14 @@ def _configure_deepspeed(
 
 def _size_buffers(accelerator: Accelerator, elements: int) -> None:
     """Fit the buffers of the NVMe swap to the model: the default, 100 million elements each, is too small for the
-    embedding of a large model, and gigabytes too many for a small one."""
+    embedding of a large model, and gigabytes too many for a small one. And have fewer weights step together than by
+    default, which is a billion; a launch file that says how many decides."""
     plugin = accelerator.state.deepspeed_plugin
-    offload = plugin.deepspeed_config["zero_optimization"]["offload_param"]
+    zero = plugin.deepspeed_config["zero_optimization"]
+    offload = zero["offload_param"]
     if offload["device"] == "nvme":
         offload["buffer_size"] = elements
+        zero.setdefault("sub_group_size", SWAPPED_TOGETHER)
         plugin.set_deepspeed_weakref()  # transformers reads the weights by a copy of the configuration
 
 

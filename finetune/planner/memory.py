@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+from finetune.config.strategy_names import SWAPPED_TOGETHER
 from finetune.optim.optimizer_state import Trained, state_tensors
 from finetune.planner import pipelines
 from finetune.trace.layers import Anatomy
@@ -254,7 +255,8 @@ def _held_by_zero(step: Step, anatomy: Anatomy, setting: Setting, place: Placeme
 
     In host memory: its share of weights, masters, optimizer state, and of the gradients, which lie there twice:
     accumulated (line 791), and as those of the masters (1337). On disk all but the accumulated gradients, and buffers
-    as large as the largest that passes through them (swap_tensor/optimizer_utils.py).
+    as large as the largest that passes through them (swap_tensor/optimizer_utils.py): a weight, or a group of weights
+    that step together, which ends with the weight that makes it full; one more for its weights in 16 bits (line 1018).
     """
     width = 4 if setting.precision == "no" else 2
     kept = 2 if setting.weights == "bf16" else 4
@@ -262,7 +264,8 @@ def _held_by_zero(step: Step, anatomy: Anatomy, setting: Setting, place: Placeme
     trained = sum(count * one.elements for one, count in kinds) / place.optimizer_shards
     if place.optimizer_on == "disk":
         swapped = width * SWAP_BUFFERS["weights"] * anatomy.largest_parameter
-        return kept * trained + swapped + kept * SWAP_BUFFERS["optimizer"] * min(trained, 1e9)
+        group = min(trained, SWAPPED_TOGETHER + anatomy.largest_parameter / place.optimizer_shards)
+        return kept * trained + swapped + (kept * SWAP_BUFFERS["optimizer"] + width) * group
     state = sum(count * _state_bytes(setting.optimizer, setting, one) for one, count in kinds)
     frozen = anatomy.parameters - (trained * place.optimizer_shards if setting.adapter == "none" else 0)
     weights = trained + frozen / place.weight_shards
