@@ -113,7 +113,7 @@ def test_an_optional_column_of_a_stream_may_begin_behind_the_first_window(
         stream(path, (("messages", "talk"),))
     monkeypatch.setattr(streaming, "WINDOW", 6)  # which all rows are in
     assert "streaming" in stream(path, (("system", "sys"),)).describe()[0]
-    with pytest.raises(InputError, match="no row has a column 'system prompt'"):
+    with pytest.raises(InputError, match="from the column 'system prompt', but no row has it"):
         stream(path, (("system", "system prompt"),))
 
 

@@ -121,7 +121,7 @@ def test_long_rows_are_cut_and_rows_that_lose_their_trained_tokens_dropped_and_b
     assert max(rows.lengths) == 32
     assert rows[1].uncut_tokens > 99
     line = dataset.describe(rows, "training")
-    assert "1 row truncated" in line
+    assert "1 row cut at data.max_length" in line
     assert "1 left out as too long for data.max_length" in line
     assert "rows.jsonl:3" in line
     assert "max_length 32" in next(dataset.rejected_lines(rows))

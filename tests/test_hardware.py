@@ -144,7 +144,10 @@ def test_any_text_is_machines_or_a_sentence(text: str):
             "32xH100",
             "machines have at most 16; give the number of machines and the GPUs of each, for example 4x8xH100",
         ),
-        ("8xMI250", "unknown GPU 8xMI250. Known GPUs: B200, H200, H100,"),
+        (
+            "8xMI250",
+            "unknown GPU 8xMI250. Or give its memory instead, for example 1x8GB. Known GPUs: B200, H200, H100,",
+        ),
         ("H100x0", "H100x0 means no GPUs; give at least one"),
         ("H100 x 32", "H100 x 32 is one machine with 32 GPUs"),
         ("0GBx8", "0GBx8 has no memory"),
