@@ -233,7 +233,10 @@ def test_an_export_is_refused_before_anything_is_written(
         assert not output.exists()
 
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").touch()
     refused("already exists", tmp_path / "taken")
+    (run / "run.yaml").touch()
+    refused("would be taken for finished; choose another one, for example", run / "final")
     damaged = run / "checkpoints/step-00000003/rank-00001-of-00002.safetensors"
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

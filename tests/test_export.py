@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationDelete, HfApi
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -229,11 +229,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Repository:
     def create_commit(self: HfApi, name: str, operations: Any, **how: Any) -> Any:
         assert name == asked.made["name"]
         for each in operations:
+            if isinstance(each, CommitOperationDelete):
+                del asked.files[each.path_in_repo]
+                continue
             with each.as_file() as file:
                 asked.files[each.path_in_repo] = file.read()
         return huggingface_hub.CommitInfo(f"https://huggingface.co/{name}/commit/1", how["commit_message"], "", "1")
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda self, name: list(asked.files))
     monkeypatch.setattr(HfApi, "create_commit", create_commit)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
     return asked
@@ -274,6 +278,20 @@ def test_an_adapter_is_uploaded_and_a_base_that_only_this_machine_has_is_told(
         assert (f"names its base by a folder of this machine, {base}" in capsys.readouterr().err) is told
         assert (b"base_model: " in hub.files["README.md"]) is not told
         assert hub.made["private"] is False
+
+
+def test_what_is_left_of_an_earlier_result_is_removed_and_other_files_of_the_repository_stay(
+    hub: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    left = {"adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors"}
+    theirs = {".gitattributes", "train.py", "logs/model.safetensors"}
+    hub.files = dict.fromkeys(left | theirs, b"")
+    assert commands.main(["export", str(build(tmp_path / "model")), "--push", "me/mine", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert not left & set(hub.files)
+    assert theirs < set(hub.files)
+    assert json.loads(printed.out)["push"]["removed"] == sorted(left)
+    assert "adapter_config.json is of another result, and is removed" in printed.err
 
 
 def test_without_a_login_nothing_is_uploaded_and_the_command_for_it_is_named(

@@ -213,7 +213,7 @@ def test_an_answer_ends_at_the_end_of_the_turn_and_says_so(trained: Any):
     (prompt,) = asked(speaker, HELLO)
     (whole,) = speaker.answers([prompt], TWELVE)
     assert (whole.tokens, whole.is_cut) == (12, True)
-    third = speaker._generate([prompt], TWELVE, None)[0, len(prompt) + 2].item()
+    third = speaker._generate([prompt], TWELVE, None, 0)[0, len(prompt) + 2].item()
     (ended,) = replace(speaker, end_tokens=(int(third),)).answers([prompt], TWELVE)
     assert not ended.is_cut
     assert ended.tokens <= 3
@@ -276,6 +276,32 @@ def test_samples_follow_their_seed(trained: Any):
     assert drawn[0] != speaker.answers([prompt], TWELVE)[0]
 
 
+def test_copies_of_a_prompt_are_sampled_anew_in_each_batch_and_each_turn(trained: Any, tmp_path: Path):
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    rows.write_text(4 * (json.dumps({"prompt": HELLO}) + "\n"))
+    asking = ["generate", str(trained("full")), "--prompts", str(rows), "--output", str(output), "--batch-size", "1"]
+    assert main([*asking, "--temperature", "1", "--max-new-tokens", "12"]) == 0
+    answers = [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+    assert len(set(answers)) == 4
+    (speaker,) = load(trained("full"))
+    (prompt,) = asked(speaker, HELLO)
+    turns = [
+        speaker.streamed(prompt, Manner(12, temperature=1.0), lambda piece: None, number=number) for number in (0, 2)
+    ]
+    assert turns[0] != turns[1]
+
+
+@pytest.mark.parametrize("own", [{"min_p": 0.999}, {"typical_p": 0.01}, {"top_h": 0.01}, {"epsilon_cutoff": 0.9}])
+def test_nothing_but_what_is_asked_for_leaves_tokens_out_of_sampling(own: dict[str, Any], tmp_path: Path):
+    folder = build_model(tmp_path / "model")
+    (first,) = load(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "stop_strings": ["e"]} | own))
+    (second,) = load(folder)
+    (prompt,) = asked(first, HELLO)
+    manner = Manner(12, temperature=1.0)
+    assert second.answers([prompt], manner) == first.answers([prompt], manner)
+
+
 @pytest.mark.parametrize(
     "own",
     [
@@ -295,7 +321,7 @@ def test_what_the_model_says_of_generation_does_not_change_the_most_likely_answe
     (prompt,) = asked(first, "the red house the red house")
     (folder / "generation_config.json").write_text(json.dumps(own))
     (second,) = load(folder)
-    third = int(first._generate([prompt], TWELVE, None)[0, len(prompt) + 2])
+    third = int(first._generate([prompt], TWELVE, None, 0)[0, len(prompt) + 2])
     for ends, manner in (((), Manner(30)), ((third,), TWELVE)):
         before, after = (replace(speaker, end_tokens=ends) for speaker in (first, second))
         assert after.streamed(prompt, manner, lambda piece: None) == before.answers([prompt], manner)[0]
@@ -451,7 +477,7 @@ def test_a_row_keeps_its_own_answer_beside_that_of_the_model(
     lora, file = str(trained("lora")), tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "a", "answer": 4, "base_answer": 5}, {"prompt": "a", "own_answer": 6}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(Speaker, "answers", lambda self, prompts, manner: [Answer("b", 1, False)] * len(prompts))
+    monkeypatch.setattr(Speaker, "answers", lambda self, prompts, *_, **__: [Answer("b", 1, False)] * len(prompts))
     capsys.readouterr()
     assert main(["generate", lora, "--prompts", str(file)]) == 0
     own = [{**rows[0], "own_answer": 4, "answer": "b"}, {**rows[1], "answer": "b"}]

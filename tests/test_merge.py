@@ -22,7 +22,7 @@ from finetune.cli import commands
 from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.errors import InputError, RunStopped
-from finetune.export import adapted_model, adapter_source, comparison
+from finetune.export import adapted_model, adapter_source, comparison, new_folder
 from finetune.export import merge as merging
 from finetune.export.merge import merge
 from finetune.models import loading, quantization
@@ -123,7 +123,7 @@ def with_peft(base: Path, adapter: Path) -> PeftModel:
 
 def assert_nothing_left(folder: Path) -> None:
     assert not folder.exists()
-    assert not merging.temporary_folder(folder).exists()
+    assert not new_folder.temporary_of(folder).exists()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -512,7 +512,7 @@ def no_weights_may_load(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(path: Path, folder: Path, **options: Any) -> str:
     with pytest.raises(InputError) as error:
         merge(path, folder, **options)
-    assert not merging.temporary_folder(folder).exists()
+    assert not new_folder.temporary_of(folder).exists()
     return str(error.value)
 
 
@@ -564,7 +564,7 @@ class TestRefusedBeforeWeightsLoad:
 
     def test_output_that_another_merge_is_writing(self, lora: Path, tmp_path: Path):
         (tmp_path / "merged.tmp").mkdir()
-        with pytest.raises(InputError, match="from a merge that was killed"):
+        with pytest.raises(InputError, match="from a command that was killed"):
             merge(lora, tmp_path / "merged")
         assert (tmp_path / "merged.tmp").is_dir()
 
@@ -576,13 +576,13 @@ class TestRefusedBeforeWeightsLoad:
         (tmp_path / "link").symlink_to(tmp_path / "volume")
         (tmp_path / "broken").symlink_to(tmp_path / "gone")
         monkeypatch.chdir(tmp_path / "here")
-        monkeypatch.setattr(merging.os.path, "ismount", lambda path: Path(path).name == "volume")
+        monkeypatch.setattr(new_folder.os.path, "ismount", lambda path: Path(path).name == "volume")
         there = sorted(tmp_path.rglob("*"))
         for name, told in (
-            (tmp_path / "link", rf"link is a link, .* for example {tmp_path / 'link' / 'merged'}\."),
+            (tmp_path / "link", rf"link is a link, .* for example {tmp_path / 'link' / 'model'}\."),
             (tmp_path / "broken", r"broken is a link, .* give a new folder\."),
             (tmp_path / "volume", "volume is a mount point"),
-            (Path(), r"--output \. is the current folder, .* for example merged\."),
+            (Path(), r"--output \. is the current folder, .* for example model\."),
             (tmp_path / "new" / "..", "is a way back to another folder"),
         ):
             with pytest.raises(InputError, match=told):

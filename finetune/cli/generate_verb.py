@@ -86,7 +86,7 @@ def generate(options: argparse.Namespace) -> int:
         shown = Console(stderr=True)
         for begin in track(begins, "Answering", console=shown, transient=True, disable=not shown.is_terminal):
             batch = slice(begin, begin + options.batch_size)
-            answers = [speaker.answers(tokens[batch], manner) for speaker, tokens in zip(speakers, asked)]
+            answers = [speaker.answers(tokens[batch], manner, number=begin) for speaker, tokens in zip(speakers, asked)]
             for prompt, *said in zip(prompts[batch], *answers):
                 row = beside(prompt.record, _named(said))
                 print(json.dumps(row, ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates

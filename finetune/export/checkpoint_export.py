@@ -5,7 +5,6 @@ them, are copied from the checkpoint, with the dtypes and names of a run's resul
 pissa or olora the base is read, and the start computed again, since the result is in terms of the base.
 """
 
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from finetune.data.named_templates import NAMED
 from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
-from finetune.export import own_code
+from finetune.export import new_folder, own_code
 from finetune.models import adapter, adapter_start, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
@@ -45,7 +44,7 @@ def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
     checkpoint = open_checkpoint(path)
-    refuse_if_any(_output_problems(folder) + checkpoint.damaged())
+    refuse_if_any(new_folder.problems(folder) + checkpoint.damaged())
     config, run = _record(checkpoint)
     named = config["model"]
     refuse_if_any(models.problems(named["path"], named["tokenizer"], None))
@@ -75,7 +74,7 @@ def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict
     computed = config["adapter"].get("init") in ("pissa", "olora")
     beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
-    temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
+    temporary = new_folder.temporary_of(folder)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         if adapter_alone:
@@ -87,7 +86,7 @@ def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")
         run_files.write_run(temporary, run)
-        temporary.rename(folder)
+        new_folder.put_in_place(folder)
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"--output {folder} could not be written ({error}); free some space, or choose another one."
@@ -121,16 +120,6 @@ def _record(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     if not run or not config or not told or "progress" not in checkpoint.contents:
         raise InputError(f"{checkpoint.path} has no configuration of its run; give a checkpoint of recipes/sft.py.")
     return config, run
-
-
-def _output_problems(folder: Path) -> list[str]:
-    temporary = folder.absolute().with_name(folder.absolute().name + ".tmp")
-    if taken := [str(path) for path in (folder, temporary) if path.exists() or path.is_symlink()]:
-        return [f"--output: {taken[0]} already exists; give a folder that does not exist yet."]
-    parent = next(parent for parent in folder.absolute().parents if parent.exists())
-    if not os.access(parent, os.W_OK) or not parent.is_dir():
-        return [f"--output: {parent} is not writable; choose another folder."]
-    return []
 
 
 def _section(config: dict[str, Any]) -> sections.Adapter:

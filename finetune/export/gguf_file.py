@@ -64,7 +64,7 @@ def write_gguf(path: Path, file: Path, *, dtype: str = "bf16") -> dict[str, Any]
     refuse_if_any(weights.problems(models.without_weights(config, False), files))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends, of_turn = end_tokens_of(config, folder, revision=None), end_of_turn(tokenizer)
-    ends = ends if of_turn is None or of_turn in ends else (*ends, of_turn)
+    ends = ends if of_turn is None else tuple(dict.fromkeys((of_turn, *ends)))
     vocabulary = vocabulary_of(tokenizer, config.get_text_config().vocab_size, ends)
     temporary = file.with_name(file.name + ".tmp")
     try:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ _BASE = re.compile(r"^base_model: .*\n", re.MULTILINE)
 
 
 def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Upload a result in one commit, to a repository that is made if there is none.
+    """Upload a result in one commit, to a repository that is made if there is none. Files of an earlier result that
+    are not of this one, such as those of an adapter, are removed by the same commit.
 
     Args:
         path: output folder of a run, or folder of an adapter or of a model.
@@ -35,7 +37,7 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
     Raises:
         InputError: if there is no such result, no login, no network, or the hub refuses it.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     result = result_at(path)
@@ -56,7 +58,11 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
     try:
         hub = HfApi()
         made = hub.create_repo(name, private=not public, exist_ok=True)
-        operations = [CommitOperationAdd(file, content) for file, content in contents.items()]
+        stale = [name for name in hub.list_repo_files(made.repo_id) if _is_of_a_result(name) and name not in contents]
+        for each in stale:
+            say(f"  {each} is of another result, and is removed (the repository's history has it)")
+        operations: list[Any] = [CommitOperationAdd(file, content) for file, content in contents.items()]
+        operations += [CommitOperationDelete(each) for each in stale]
         commit = hub.create_commit(made.repo_id, operations, commit_message=f"Upload {result.folder.resolve().name}")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(
@@ -67,7 +73,14 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         raise InputError(
             f"--push {name}: the hub cannot be reached ({first_line(error)}); check the network, and try again."
         ) from error
-    return {"repository": str(made), "commit": commit.oid, "files": sorted(contents), "bytes": size}
+    told = {"files": sorted(contents), "removed": sorted(stale), "bytes": size}
+    return {"repository": str(made), "commit": commit.oid} | told
+
+
+def _is_of_a_result(name: str) -> bool:
+    """Whether a file of a repository is read with a model or an adapter: ``from_pretrained`` takes an adapter that lies
+    beside a model, and one file of weights before several."""
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in (*UPLOADED, *CONFIGURATIONS))
 
 
 def files_of(result: Result) -> list[Path]:

@@ -8,7 +8,6 @@ a merge that differs by more is wrong. After training on 8-bit weights this cann
 """
 
 import gc
-import os
 import shutil
 import textwrap
 import time
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from finetune.data.template_process import end_of_turn
 from finetune.distributed import prepare_import
 from finetune.errors import InputError, RunStopped, refuse_if_any
-from finetune.export import adapted_model, adapter_source, comparison
+from finetune.export import adapted_model, adapter_source, comparison, new_folder
 from finetune.export.adapter_source import AdapterSource
 from finetune.export.comparison import Difference
 from finetune.models import loading as models
@@ -81,7 +80,7 @@ def merge(
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
     start, out = time.perf_counter(), DTYPES[dtype]
-    refuse_if_any(output_problems(folder))
+    refuse_if_any(new_folder.problems(folder))
     source = adapter_source.read(path, base_model=base_model, bits=bits, trust_remote_code=trust_remote_code)
     onto = base or ("dequantized" if source.bits else "original")
     refuse_if_any(onto_problems(source, onto))
@@ -106,7 +105,7 @@ def merge(
         rounding = _kl_of_rounding(trained, out, before, text)
     del trained
     gc.collect()  # PEFT's modules know each other
-    temporary = temporary_folder(folder)
+    temporary = new_folder.temporary_of(folder)
     with _writing(folder):
         temporary.mkdir(parents=True)
     try:
@@ -141,7 +140,7 @@ def merge(
             raise RunStopped(f"{sentence(result)} {_ADVICE} Nothing was written to {folder}.")
         with _writing(folder):
             (temporary / "README.md").write_text(model_card(result), encoding="utf-8")
-            temporary.rename(folder)
+            new_folder.put_in_place(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # it is gone, if it has taken its place
     return result
@@ -158,56 +157,15 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def output_problems(folder: Path) -> list[str]:
-    """Why this folder cannot be written, as sentences."""
-    if place := _cannot_be_replaced(folder):
-        inside = f", for example {folder / 'merged'}" if folder.is_dir() else ""
-        return [
-            f"--output {folder} is {place}, and the finished model, which is written beside it, cannot take its place; "
-            f"give a new folder{inside}."
-        ]
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        return [f"--output {folder} already exists and is not an empty folder; choose another one."]
-    if temporary_folder(folder).exists():
-        return [
-            f"{temporary_folder(folder)} already exists, from a merge that was killed or is still running; "
-            "remove it, or choose another --output."
-        ]
-    parent = _existing_parent(folder)
-    if not os.access(parent, os.W_OK):
-        return [f"--output: {parent} is not writable; choose another folder."]
-    return []
-
-
-def _cannot_be_replaced(folder: Path) -> str | None:
-    """What a folder is that no other one can be renamed to, in words."""
-    if folder.is_symlink():
-        return "a link"
-    if folder.absolute().name == "..":
-        return "a way back to another folder"
-    if folder.resolve() == Path.cwd():
-        return "the current folder"
-    return "a mount point" if os.path.ismount(folder) else None
-
-
-def temporary_folder(folder: Path) -> Path:
-    """Where the model is written before it gets its final name."""
-    return folder.absolute().with_name(folder.absolute().name + ".tmp")
-
-
 def disk_problems(folder: Path, weight_bytes: int) -> list[str]:
     """Whether there is disk space for the merged model."""
-    needed, free = weight_bytes * DISK_MARGIN, shutil.disk_usage(_existing_parent(folder)).free
+    needed, free = weight_bytes * DISK_MARGIN, shutil.disk_usage(new_folder.existing_parent(folder)).free
     if needed <= free:
         return []
     return [
         f"--output {folder} needs {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free on its disk; free some "
         "space, or choose a folder on another disk."
     ]
-
-
-def _existing_parent(folder: Path) -> Path:
-    return next(parent for parent in folder.absolute().parents if parent.exists())
 
 
 def onto_problems(source: AdapterSource, onto: str) -> list[str]:

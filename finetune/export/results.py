@@ -38,8 +38,8 @@ def result_at(path: Path) -> Result:
     folder = path if is_result else path / "final"
     if not folder.is_dir():
         raise InputError(
-            f"{path} has a run without a result: final/ is missing; let it finish, or write one of its checkpoints "
-            "with finetune checkpoint export."
+            f"{path} has a run without a result: final/ is missing; let it finish, or write one of its checkpoints to "
+            "a folder of its own with finetune checkpoint export."
         )
     above = [folder.resolve().parent / "run.yaml"] if folder.resolve().name == "final" else []
     return Result(folder, next((run for run in (folder / "run.yaml", *above) if run.is_file()), None))

@@ -42,7 +42,7 @@ class Dialogue:
             InputError: if the conversation has become longer than the model's positions, or its template refuses it.
         """
         turns = [*self.said, {"role": "user", "content": text}]
-        answer = self.speaker.streamed(self._prompt(turns), self.manner, say)
+        answer = self.speaker.streamed(self._prompt(turns), self.manner, say, number=len(self.said))
         self.said = [*turns, {"role": "assistant", "content": answer.text}]
         return answer
 

@@ -16,6 +16,15 @@ UNCHANGED: dict[str, Any] = {
     "min_new_tokens": None,
 }
 """Are the scores of tokens with these values."""
+NOTHING_ELSE: dict[str, Any] = {
+    "min_p": None,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "stop_strings": None,
+}
+"""Leaves tokens out of sampling, or ends an answer, than what a ``Manner`` says."""
 
 
 @dataclass(frozen=True)
@@ -54,5 +63,8 @@ class Manner:
         Samples are drawn with its penalties; the most likely answer is the one that has none.
         """
         if self.temperature == 0:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | ONE | UNCHANGED
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0} | ONE
+            return (
+                {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | ONE | NOTHING_ELSE | UNCHANGED
+            )
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return drawn | ONE | NOTHING_ELSE

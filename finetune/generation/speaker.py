@@ -15,6 +15,7 @@ from finetune.data.template_process import TemplateProcess
 from finetune.errors import InputError, refuse_if_any
 from finetune.generation.manner import Manner
 from finetune.models import loading as models
+from finetune.seeds import seed_of
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,17 @@ class Speaker(Known):
         refuse_if_any(room_problems([each.source for each in prompts], found, self.positions, self.name))
         return found
 
-    def answers(self, prompts: Sequence[Sequence[int]], manner: Manner) -> list[Answer]:
+    def answers(self, prompts: Sequence[Sequence[int]], manner: Manner, *, number: int = 0) -> list[Answer]:
         """Answers to prompts that are computed in one batch; shorter ones are padded on the left.
 
         Where positions end before ``max_new_tokens``, each answer has as many as alone, in several batches.
+
+        Args:
+            number: of the first of them among all that are asked: samples of other batches are others.
         """
         found: dict[int, Answer] = {}
         for batch in self._with_room(prompts, manner.max_new_tokens):
-            output = self._generate([prompts[place] for place in batch], manner, None)
+            output = self._generate([prompts[place] for place in batch], manner, None, number + batch[0])
             longest = max(len(prompts[place]) for place in batch)
             found |= zip(batch, map(self._answer, output[:, longest:].tolist()))
         return [found[place] for place in range(len(prompts))]
@@ -94,28 +98,28 @@ class Speaker(Known):
             batches.setdefault(0 if has_all else len(prompt), []).append(place)
         return list(batches.values())
 
-    def streamed(self, prompt: Sequence[int], manner: Manner, say: Callable[[str], None]) -> Answer:
+    def streamed(self, prompt: Sequence[int], manner: Manner, say: Callable[[str], None], *, number: int = 0) -> Answer:
         """The answer to one prompt, of which ``say`` is given each piece of text as it is made.
 
-        After a KeyboardInterrupt the answer is what was said until then.
+        After a KeyboardInterrupt the answer is what was said until then. ``number`` is as in ``answers``.
         """
         streamer = _Pieces(self.tokenizer, say)
         try:
-            (row,) = self._generate([prompt], manner, streamer).tolist()
+            (row,) = self._generate([prompt], manner, streamer, number).tolist()
         except KeyboardInterrupt:
             streamer.end()
             return Answer("".join(streamer.pieces).strip(), streamer.tokens, True)
         return self._answer(row[len(prompt) :])
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Sequence[int]], manner: Manner, streamer: Any) -> torch.Tensor:
+    def _generate(self, prompts: Sequence[Sequence[int]], manner: Manner, streamer: Any, number: int) -> torch.Tensor:
         encoded = self.tokenizer.pad(
             {"input_ids": [list(prompt) for prompt in prompts]}, padding_side="left", return_tensors="pt"
         ).to(self.model.device)
         room = manner.max_new_tokens
         if self.positions is not None:
             room = min(room, self.positions - encoded["input_ids"].shape[1])
-        torch.manual_seed(manner.seed)
+        torch.manual_seed(seed_of(manner.seed, number))
         with self.as_it_answers():
             output: torch.Tensor = self.model.generate(
                 **encoded,

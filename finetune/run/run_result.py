@@ -116,7 +116,7 @@ class RunResult:
         answers = [
             answer.text
             for begin in range(0, len(tokens), ANSWERED_TOGETHER)
-            for answer in self._speaker.answers(tokens[begin : begin + ANSWERED_TOGETHER], manner)
+            for answer in self._speaker.answers(tokens[begin : begin + ANSWERED_TOGETHER], manner, number=begin)
         ]
         return answers[0] if isinstance(prompts, str) else answers
 
