@@ -231,7 +231,7 @@ def test_a_run_is_planned_with_its_own_sizes(model: Model):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"world_size": 12}, "cp_tp has each row computed by 2 GPUs and splits each layer over 4 GPUs; take a"),
+        ({"world_size": 12}, "cp_tp has each row computed by 2 GPUs and splits each layer over 4 GPUs; use a"),
         ({"context": 1}, "use a multiple of 8 GPUs"),
         ({"tensor": 1}, "use a multiple of 4 GPUs"),
         ({"world_size": 4, "tensor": 2}, None),

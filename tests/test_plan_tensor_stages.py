@@ -268,7 +268,7 @@ def test_large_models_on_many_machines_have_pipelines_of_split_layers_among_what
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor": 3}, "tp_pp splits each layer over 3 GPUs and has 2 stages, each on GPUs of its own; take a"),
+        ({"tensor": 3}, "tp_pp splits each layer over 3 GPUs and has 2 stages, each on GPUs of its own; use a"),
         ({"world_size": 12}, "use a multiple of 8 GPUs"),
         ({"stages": 1}, "has 2 stages, each on GPUs of its own; use a multiple of 8 GPUs"),
         ({"precision": "fp16"}, "tp_pp does not scale losses"),
