@@ -112,7 +112,7 @@ def test_any_change_of_code_or_strategy_changes_the_hash(file: str, text: str, r
 def test_a_files_name_is_part_of_the_hash(repository: Path):
     before = proofs.sources_hash([repository / "b.py"])
     (repository / "b.py").rename(repository / "e.py")
-    assert proofs.sources_hash([repository / "d.py"]) != before
+    assert proofs.sources_hash([repository / "e.py"]) != before
 
 
 def test_imports_are_followed_into_functions_packages_and_tests(repository: Path):

@@ -24,7 +24,7 @@ NOTHING_ELSE: dict[str, Any] = {
     "eta_cutoff": 0.0,
     "stop_strings": None,
 }
-"""Leaves tokens out of sampling, or ends an answer, than what a ``Manner`` says."""
+"""With these values, only what a ``Manner`` says leaves tokens out of sampling or ends an answer."""
 
 
 @dataclass(frozen=True)
