@@ -95,13 +95,12 @@ def _tree(text: str) -> ast.Module:
 def _code(node: Any) -> str:
     """A syntax tree without docstrings, and without empty fields, of which versions of Python differ in number.
 
-    Without what is raised either: the words of a refusal decide nothing of what is trained. That something is raised,
-    and when, is part of it.
+    Without the words of a refusal either, which decide nothing of what is trained. What is raised, and when, does.
     """
     if isinstance(node, list):
         return f"[{','.join(map(_code, node))}]"
     if isinstance(node, ast.Raise):
-        return "Raise()"
+        return f"Raise({_code(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)})"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))

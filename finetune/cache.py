@@ -77,8 +77,7 @@ def _fill(folder: Path, fill: Callable[[Path], None]) -> None:
     try:
         work.mkdir()
         fill(work)
-        for path in (*work.iterdir(), work):
-            flush(path)
+        flush_all(work)
         if not folder.is_dir():  # or else another machine was faster
             work.rename(folder)
     except OSError as error:
@@ -136,6 +135,12 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_all(folder: Path) -> None:
+    """``flush`` all that is in a folder, and the folder."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
 
 
 def _not_writable(folder: Path, error: OSError) -> str:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 LOOK_SECONDS = 0.3
@@ -32,6 +33,12 @@ def end_at_once() -> None:
     faulthandler.enable()  # a crash in a library's C code says where each thread stood
     if was_launched():
         threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()
+
+
+def heard(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those to which a program answers: all, but for the end of its terminal where nohup has it go on."""
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [each for each in signals if not (each == signal.SIGHUP and is_detached)]
 
 
 def was_launched() -> bool:

@@ -25,7 +25,7 @@ from transformers import (
 
 from finetune.data import batches
 from finetune.errors import InputError
-from finetune.models import attention, packing_support, rotary
+from finetune.models import attention, loading, packing_support, rotary
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -430,6 +430,7 @@ def test_common_models_can_be_packed(model_type: str):
         ("llama", {"head_dim": 20}, "heads of size 20"),
         ("deepseek_v3", {}, "keys of size 192 and values of size 128"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
     ],
 )
 def test_models_that_packing_would_train_wrongly_are_refused(model_type: str, changes: dict[str, Any], reason: str):
@@ -604,3 +605,11 @@ def test_packed_documents_train_on_a_gpu_under_autocast_as_each_alone_does_in_fp
         loss = loss_sum(model, row, labels, **batches.document_bounds(lengths, torch.device("cuda")))
     loss.backward()
     assert difference((loss.item(), gradient(model).cpu()), expected) < 5e-2
+
+
+def test_a_cap_of_scores_is_computed_by_eager_attention_and_not_left_out():
+    config = AutoConfig.for_model("gemma2")
+    found = packing_support.attention_for(config, "auto", packing=False, dtype=torch.bfloat16, own_code=False)
+    assert found == ("eager", False)
+    assert "sdpa has no cap" in loading.attention_problems(config, "sdpa", False)[0]
+    assert loading.attention_problems(config, "eager", False) == []

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import distributed
+from finetune.config import sections
 from finetune.distributed.launch_environment import launched_as
 from finetune.errors import InputError
 from finetune.models import loading
@@ -154,6 +155,11 @@ def test_answers_to_held_out_questions_without_held_out_data_are_refused(
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16 needs a GPU"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8 is not supported"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            "set it to false, and train.activation_checkpointing instead",
+        ),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "compiles the model by dynamo_backend inductor"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "set zero_stage to 1, 2 or 3"),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "x"},
@@ -300,3 +306,9 @@ def test_strategy_that_is_not_really_active_is_an_error(
         RuntimeError, match=f"asked for {asked.name} with {asked.world_size} process.*nothing was trained"
     ):
         sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "out"))
+
+
+def test_a_revision_is_that_of_the_model_and_not_of_a_tokenizer_in_another_repository():
+    pinned = {"path": "owner/model", "revision": "v1"}
+    assert sections.Model(**pinned).tokenizer_source == ("owner/model", "v1")
+    assert sections.Model(**pinned, tokenizer="other/tokenizer").tokenizer_source == ("other/tokenizer", None)

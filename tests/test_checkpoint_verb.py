@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.cli import commands
 from finetune.config import sections
+from finetune.export.checkpoint_export import export
 from finetune.models import adapter
 from finetune.models import loading as models
 
@@ -283,3 +284,13 @@ def test_an_export_runs_no_code_of_the_model_even_if_the_run_did(
     assert told.startswith("error: ")
     assert not (tmp_path / "it ran").exists()
     assert not (tmp_path / "new").exists()
+
+
+def test_an_exported_model_answers_as_its_base_was_meant_to(model_folder: Path, tmp_path: Path):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    said = {"eos_token_id": [1, 5], "do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05}
+    (base / "generation_config.json").write_text(json.dumps(said))
+    save_run(tmp_path / "run", base)
+    export(tmp_path / "run", tmp_path / "new")
+    found = json.loads((tmp_path / "new" / "generation_config.json").read_text())
+    assert found.items() >= said.items()

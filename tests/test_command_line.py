@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.config import sections
-from finetune.config.command_line import parse, to_yaml
+from finetune.config.command_line import as_flag, parse, to_yaml
 from finetune.config.dpo_section import Dpo
 from finetune.config.pretrain_section import Budget, Corpus, Tokens
 from finetune.errors import InputError
@@ -267,3 +267,57 @@ def test_text_and_number_of_a_key_that_takes_both_are_told_apart():
     mixed = parse(Config, [*given, "--data.train", "[a.jsonl, {path: b/c, weight: 0.5}]"]).data.train
     assert mixed[0] == "a.jsonl"
     assert (mixed[1].path, mixed[1].weight, mixed[1].split) == ("b/c", 0.5, None)
+
+
+@pytest.mark.parametrize("folder", ["runs/exp #2", "runs/a: b", "  runs/x", "runs/exp ", "2025-12-31", "2025-31-12"])
+def test_text_of_a_flag_is_the_text_that_was_given(folder: str):
+    config = parse(Config, [*REQUIRED, "--train.output_dir", folder])
+    assert config.train.output_dir == folder
+    assert parse(Config, [*REQUIRED, f"--train.output_dir='{folder}'"]).train.output_dir == folder  # as YAML quotes it
+
+
+def test_a_long_list_of_a_flag_that_is_suggested_stays_on_one_line():
+    assert "\n" not in as_flag([f"a file with a long name {number}.jsonl" for number in range(20)])
+
+
+@pytest.mark.parametrize(("written", "seed"), [("008", 8), ("010", 10), ("012", 12), ("0x10", 16), ("1_000", 1000)])
+def test_a_zero_in_front_makes_no_number_octal(written: str, seed: int, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train: {{seed: {written}}}")
+    for arguments in (["--config", str(file)], ["--train.seed", written]):
+        assert parse(Config, [*REQUIRED, *arguments]).train.seed == seed
+
+
+def test_a_file_may_merge_sections_and_name_a_folder_by_a_date(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {<<: {seed: 3, steps: 7}, steps: 8, output_dir: 2025-12-31}")
+    train = parse(Config, ["--config", str(file), *REQUIRED[:4]]).train
+    assert (train.seed, train.steps, train.output_dir) == (3, 8, "2025-12-31")
+
+
+@pytest.mark.parametrize("written", ["9" * 5000, "[" * 5000, "!!timestamp 2025-31-12", "18446744073709551616"])
+def test_a_number_that_is_none_is_a_sentence(written: str, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"train: {{seed: {written}}}")
+    assert problems("--config", str(file), *REQUIRED)
+    assert "train.seed" in problems(*REQUIRED, "--train.seed", written)[0]
+
+
+def test_the_home_folder_is_meant_by_its_sign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"model": {"path": "~/m"}, "data": {"train": ["~/a", {"path": "~/b"}], "eval": "~/c"}}
+    values |= {"train": {"output_dir": "~/runs/x"}, "checkpoint": {"resume": "~/runs/y"}}
+    config = Config.model_validate(values)
+    found = [config.model.path, *config.data.train[:1], config.data.train[1].path, config.data.eval]
+    found += [config.train.output_dir, config.checkpoint.resume]
+    assert found == [str(tmp_path / name) for name in ("m", "a", "b", "c", "runs/x", "runs/y")]
+
+
+@pytest.mark.parametrize(("slip", "meant"), [("quantisation", "quantization"), ("seed", "train.seed")])
+def test_a_slip_is_not_passed_over_for_a_section_of_a_recipe_that_is_not_known(slip: str, meant: str, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{slip}: {{bits: 4}}")
+    with pytest.raises(InputError, match=f"Unknown key {slip}; did you mean {meant}"):
+        parse(sections.Run, ["--config", str(file), *REQUIRED])
+    file.write_text("my_own: {bits: 4}")
+    assert parse(sections.Run, ["--config", str(file), *REQUIRED]).model.path == "m"

@@ -1,14 +1,16 @@
 """The tokens at which generation stops, as a model's files name them, or a sentence about the file that does not."""
 
+import json
 from pathlib import Path
 
 import pytest
 import tiny
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import InputError
 from finetune.models import end_tokens as files
+from finetune.models import generation_settings
 from finetune.models.end_tokens import end_tokens_of
 
 
@@ -69,3 +71,40 @@ def test_hub_that_does_not_answer_is_not_taken_for_one_without_the_file(monkeypa
         of_the_hub(LocalEntryNotFoundError("no answer"), monkeypatch)
     monkeypatch.setattr(files, "is_offline_mode", lambda: True)
     assert of_the_hub(LocalEntryNotFoundError("offline"), monkeypatch) == (7,)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"pad_token_id": -1},
+        {"length_penalty": 0.5, "early_stopping": True},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"temperature": 0.6, "pad_token_id": -1, "early_stopping": True},
+        {"num_beams": 4, "length_penalty": 0.5, "do_sample": False, "temperature": 0.6},
+    ],
+    ids=str,
+)
+def test_settings_that_transformers_reads_and_would_not_save_are_saved_without_what_is_wrong(
+    said: dict[str, object], folder: Path, tmp_path: Path
+):
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, 3], "repetition_penalty": 1.1} | said)
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    generation_settings.take_over(model, str(folder), revision=None)
+    generation_settings.stop_at(model, 5)
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [1, 3, 5]
+    assert saved["repetition_penalty"] == 1.1
+    for name in {"temperature", "top_p", "num_beams"} & said.keys():
+        assert saved[name] == said[name]
+    assert saved.get("pad_token_id") != -1
+
+
+def test_settings_that_can_be_saved_stay_as_they_are(folder: Path):
+    said = {"do_sample": True, "temperature": 0.6, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    generation_settings.take_over(model, str(folder), revision=None)
+    assert model.generation_config.to_diff_dict().items() >= said.items()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune.models import loading as models
 from finetune.models.flops import training_flops
@@ -26,3 +26,17 @@ def test_flops_of_a_training_step_are_those_that_pytorch_counts():
     ours = training_flops(**shape, mean_row_length=length).of(1, 1)
     skipped_half = 6 * shape["layers"] * shape["heads"] * shape["head_dim"] * length  # above the diagonal
     assert (ours + skipped_half) * 3 * length == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+def test_flops_are_those_of_the_experts_that_a_token_meets_and_of_gpt2s_own_layers(family: str):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    mixture = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96, "num_key_value_heads": 4}
+    kinds = {"mixtral": sizes | mixture, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512}}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **kinds[family]))
+    found = models.shape(model)
+    attention = 4 * 64 * 64
+    inner = {"mixtral": 2 * 3 * 64 * 96, "gpt2": 2 * 64 * 256}[family]  # of two of the eight experts
+    assert found["matrix_parameters"] == found["trained_matrix_parameters"] == 2 * (attention + inner)
+    assert found["head_parameters"] == 64 * 512

@@ -29,7 +29,7 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(number: signal.Signals):
     before = signal.getsignal(number)
     with distributed.Interruption(ALONE) as interruption:
@@ -42,6 +42,19 @@ def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(num
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(-1) == -1
     assert distributed.name_of(number) == number.name
+
+
+def test_the_end_of_its_terminal_does_not_end_a_run_that_nohup_started():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with distributed.Interruption(ALONE) as interruption:
+            interruption.take_signals()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: interruption.asked)
+            assert interruption.asked == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_of_the_terminal_and_of_the_launcher_are_one():

@@ -1,8 +1,11 @@
 """A loss or gradient that is not finite, on any process, never reaches the weights: the step is left out everywhere."""
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +16,11 @@ from parity import data_processes
 from safetensors.torch import load_file
 
 from finetune import distributed
-from finetune.data.sampler import dealt_batch, global_batch
+from finetune.data.batches import Batches
+from finetune.data.sampler import EMPTY, dealt_batch, global_batch
 from finetune.errors import RunStopped
 from finetune.training import loss
+from finetune.training.meter import Meter
 from finetune.training.step import scaled
 
 LAUNCHES = [
@@ -170,3 +175,18 @@ def test_finite_loss_is_scaled_as_by_multiplication():
     weight = torch.tensor(2.0, requires_grad=True)
     scaled(weight * 3, 0.5).backward()
     assert weight.grad == 1.5
+
+
+def test_rows_of_a_micro_batch_are_named_though_the_run_ends_within_its_global_batch(conversations: Path):
+    rows = tiny.read_rows(conversations, tiny.build_tokenizer())
+    form: dict[str, Any] = {"packing": False, "flat": False, "max_length": 64, "seed": 0, "epochs": 11 / len(rows)}
+    work = Batches(rows, steps=None, global_batch_size=8, micro_batch_size=2, **form)
+    batch = work.step(work.steps)
+    assert sum(place == EMPTY for place in batch.places) == 5
+    for bad in range(4):
+        known = {"rows": batch.sources, "step": 2, "skipped": False}
+        meter: Any = SimpleNamespace(counters=Counter(), max_bad_steps=9)
+        losses = torch.tensor([[math.nan if number == bad else 1.0 for number in range(4)]])
+        told = Meter._count_if_bad(meter, known, losses, 1.0)
+        places = [place for place in batch.places[2 * bad : 2 * bad + 2] if place != EMPTY]
+        assert told["rows"] == [work.documents(place)[0].source for place in places]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
 from finetune.distributed import Strategy
@@ -271,3 +272,19 @@ def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding_in_tritons_interpr
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_of_bf16_weights_is_adamw_but_for_rounding_on_a_gpu():
     run_kernel("cuda")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mamba2"])
+def test_vectors_and_stacked_biases_do_not_decay(family: str):
+    sizes: dict[str, Any] = {
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_attention_heads": 4},
+        "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    }[family]
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    optimizer = build(model)
+    decayed = {id(each) for group in optimizer.param_groups if group["weight_decay"] for each in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
+    assert not [name for name in names if name.endswith(("bias", "sinks", "A_log", ".D"))]
+    assert any("proj" in name for name in names)

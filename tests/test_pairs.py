@@ -13,7 +13,7 @@ from finetune.cli.planning.asked import asked
 from finetune.cli.planning.launch_command import launch_command
 from finetune.cli.planning.written import Options
 from finetune.config.dpo_section import Dpo
-from finetune.config.recipe_classes import PairedRun, class_of
+from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of
 from finetune.config.sections import Run
 from finetune.config.strategy_names import STRATEGIES
 from finetune.data import dataset
@@ -299,3 +299,11 @@ def test_file_with_the_section_is_one_of_pairs(tmp_path: Path):
     file.write_text("dpo: [\n")
     assert class_of(["--config", str(file)]) is Run  # which the parser refuses
     assert class_of(["--config", str(tmp_path / "missing.yaml")]) is Run
+
+
+def test_rows_that_cut_through_documents_are_those_of_pretraining(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    for packing, expected in (("true", Run), ("concatenate", CorpusRun)):
+        file.write_text(f"data: {{packing: {packing}}}\n")
+        assert class_of(["--config", str(file)]) is expected
+        assert class_of(["--data.packing", packing]) is class_of([f"--data.packing={packing}"]) is expected

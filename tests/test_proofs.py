@@ -100,6 +100,7 @@ def test_comments_docstrings_words_of_errors_and_layout_leave_the_hash_as_it_is(
         ("b.py", "y = '1'\n"),
         ("d.py", "if z:\n    raise InputError('One.')\n"),
         ("d.py", "if y:\n    print('One.')\n"),
+        ("d.py", "if y:\n    raise RunStopped('One.')\n"),
         ("c.yaml", "k: 2\n"),
     ],
 )

@@ -19,6 +19,7 @@ from PIL import Image
 
 from finetune.cli.commands import main
 from finetune.output.output_folder import PICTURE, REPORT
+from finetune.output.run_reading import line_of
 from finetune.report import pages
 from finetune.report.charts import MOST_POINTS, Point, charts_of, smoothed, thinned
 from finetune.report.drawn import drawn, texts, ticks
@@ -183,6 +184,16 @@ def test_a_value_that_is_not_finite_interrupts_its_line(tmp_path: Path):
     trained = drawn(charts_of(runs)[0], runs).strokes[0]
     assert trained.path.count("M") == 2
     assert "1 step was left out" in pages.to_html(runs)
+
+
+def test_json_has_no_numbers_that_json_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = metrics(5)
+    lines[3]["eval_loss"] = math.nan
+    assert json.loads(line_of(lines[3]), parse_constant=pytest.fail)["eval_loss"] is None
+    run = write(tmp_path / "run", lines, record(eval_loss={"before": 2.0, "after": math.inf}))
+    assert main(["report", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["runs"][0]["eval_loss"] == {"before": 2.0, "after": None}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from finetune.errors import InputError, RunStopped
 from finetune.models import loading
 from finetune.output import run_files
 from finetune.output.run_files import finished_steps
-from finetune.run import result
+from finetune.run import preflight, result
 from finetune.training import loss
 from recipes import sft
 
@@ -544,3 +544,92 @@ def test_result_that_cannot_be_written_is_said_with_where_to_go_on(
     sft.main(scenarios.configuration(model_folder, conversations, small_disk / "run", **settings))
     assert finished_steps(small_disk / "run") == 2
     assert not (small_disk / "run" / "final.tmp").exists()
+
+
+def test_checkpoint_on_another_disk_behind_a_link_can_be_named(resume, killed: Path, tmp_path: Path):
+    (killed / "checkpoints").rename(tmp_path / "large-disk")
+    (killed / "checkpoints").symlink_to(tmp_path / "large-disk")
+    lines = resume(checkpoint__resume=str(killed / "checkpoints" / "step-00000002"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_checkpoints_that_are_left_behind_are_no_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("step-00000002", "step-00000004", "step-00000003.left-behind-1", "step-00000005.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "file").write_bytes(bytes(100))
+    usage = shutil.disk_usage(tmp_path)._replace(free=50)
+    monkeypatch.setattr(checkpoint.looking.shutil, "disk_usage", lambda path: usage)
+
+    def has_room(size: int, **how: Any) -> bool:
+        return checkpoint.room_problems(tmp_path, size, at_once=1, **how) == []
+
+    assert has_room(350)
+    assert not has_room(351)
+    assert has_room(250, resumed_step=3)
+    assert not has_room(251, resumed_step=3)
+    assert has_room(200, resumed_step=2, result_bytes=50)
+    assert not has_room(200, resumed_step=2, result_bytes=51)
+    (told,) = checkpoint.room_problems(tmp_path, 2**40, at_once=0, result_bytes=2**40)
+    assert "final/ of 1024.00 GiB must fit in" in told
+
+
+@pytest.mark.parametrize("where", ["checkpoint.resuming.leave_later_behind", "output.run_files.go_back_to"])
+def test_run_that_is_killed_while_it_goes_back_keeps_every_line(
+    where: str, resume, killed: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"finetune.{where}", die)
+        with pytest.raises(KeyboardInterrupt):
+            resume(checkpoint__resume=str(killed / "checkpoints" / "step-00000002"))
+    assert [line["step"] for line in resume()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_run_chose_is_no_change_of_its_configuration(
+    model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for _ in range(2):
+        changes = {**AUTO, "train__steps": 1, "train__activation_checkpointing": "auto"}
+        sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))
+    printed = capsys.readouterr().out
+    assert "is finished" in printed
+    assert "which nothing was trained with" not in printed
+
+
+def test_weights_of_no_checkpoint_are_refused(resume, no_weights: None):
+    with pytest.raises(InputError, match=r"checkpoint\.resume_weights_only takes weights from a checkpoint, but"):
+        resume(checkpoint__resume="none", checkpoint__resume_weights_only=True)
+
+
+def test_process_that_its_launcher_restarts_before_it_saved_begins_from_the_checkpoint_that_was_named(
+    finished: Path, model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    launch = distributed.Strategy("single", 0, 1, 1, "no", True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    named = {**AUTO, "adapter__type": "lora", "checkpoint__resume": str(finished)}
+    (tmp_path / "run").mkdir()
+    run_files.write_run(tmp_path / "run", {"id": "mine", "launcher": distributed.launcher_of(launch)})
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **named)
+    restarted = preflight.as_restarted(config, launch)
+    assert restarted.checkpoint.resume == str(finished)
+    assert preflight.folder_problems(restarted) == []  # its own records are no other run's
+    shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
+    restarted = preflight.as_restarted(config, launch)
+    assert (restarted.checkpoint.resume, restarted.train.overwrite) == ("auto", False)
+
+
+def test_model_of_the_hub_is_another_one_by_its_files_and_not_by_its_readme(
+    weights_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    commits = {}
+    for name, config in (("a", {}), ("b", {}), ("c", {"rms_norm_eps": 0.1})):
+        commits[name] = shutil.copytree(weights_folder, tmp_path / name)
+        known = json.loads((commits[name] / "config.json").read_text())
+        (commits[name] / "config.json").write_text(json.dumps(known | config))
+    monkeypatch.setattr(loading, "cached_file", lambda path, name, revision: str(commits[revision] / name))
+    monkeypatch.setattr(loading, "weight_files_of", lambda path, revision: [])
+    a, b, c = (loading.identity("owner/model", revision=name, weights=True) for name in "abc")
+    assert a == b == loading.identity(str(weights_folder), revision=None, weights=True)
+    assert a != c

@@ -1,8 +1,11 @@
 """What a run says of its launch."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import scenarios
 import torch
 from accelerate.commands import launch as accelerate_launch
 
@@ -51,3 +54,22 @@ def test_one_process_of_a_strategy_for_several_is_refused_where_there_are_severa
     found = strategy.problems(launch, bits=None, adapter="none", optimizer="adamw", weights="fp32_master")
     said = f"was launched with one process, and this machine has {gpus} GPUs; launch with --num_processes {gpus}, or"
     assert any(said in problem for problem in found) == is_refused
+
+
+def train_with_launch_file_of(steps: str, config: Any) -> dict[str, Any]:
+    """Run the recipe with a launch file that says how many micro-batches an optimizer step has."""
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
+    return scenarios.train(config)
+
+
+@pytest.mark.parametrize("zero", ["zero1", "zero3"])
+def test_a_launch_file_does_not_decide_how_many_micro_batches_a_step_has(
+    zero: str, model_folder: Path, conversations: Path, tmp_path: Path, ranks: Any
+):
+    found = []
+    for steps in ("auto", "1"):  # `accelerate config` writes the latter
+        config = scenarios.configuration(model_folder, conversations, tmp_path / steps, train__steps=3)
+        seen = ranks(2).run(train_with_launch_file_of, steps, config, strategy=zero)
+        assert [each["world_size"] for each in seen] == [2, 2]
+        found.append([(line["loss"], line["grad_norm"]) for line in scenarios.read_metrics(tmp_path / steps)])
+    assert found[0] == found[1]

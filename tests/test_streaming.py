@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped
+from finetune.run.session import Session
 from recipes import sft
 
 TOKENIZER = tiny.build_tokenizer()
@@ -168,3 +170,23 @@ def test_recipe_trains_on_a_stream_and_writes_what_it_skipped(model_folder: Path
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     rejected = (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()
     assert [json.loads(line)["source"] for line in rejected] == [f"{path}:31"]
+
+
+def test_a_run_that_is_resumed_has_read_its_stream_before_its_first_step(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 30)
+    changes = {"data__streaming": True, "checkpoint__every": 2, "train__overwrite": False}
+    sft.main(scenarios.configuration(model_folder, path, tmp_path / "run", train__steps=4, **changes))
+    seen = []
+    steps = Session.steps
+
+    def noted(session: Session) -> Iterator[int]:
+        seen.append(session.batches.next_step)
+        return steps(session)
+
+    monkeypatch.setattr(Session, "steps", noted)
+    changes |= {"checkpoint__resume": "auto"}
+    sft.main(scenarios.configuration(model_folder, path, tmp_path / "run", train__steps=6, **changes))
+    assert seen == [5]
+    assert [line["step"] for line in scenarios.read_metrics(tmp_path / "run")] == list(range(1, 7))

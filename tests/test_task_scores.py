@@ -1,6 +1,7 @@
 """Tasks of eval.tasks: the same answers and log-probabilities under every strategy, and in the records of the run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import scenarios
 import tiny
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from finetune.errors import InputError
 from finetune.models import loading
@@ -202,6 +203,39 @@ def test_a_run_that_ended_before_it_scored_a_step_makes_up_for_it(
     sft.main(config_of(model, conversations, output, tasks[1:], **changes))
     assert scenarios.read_metrics(output)[-1]["eval_chosen"] == whole[-1]["eval_chosen"]
     assert yaml.safe_load((output / "run.yaml").read_text())["tasks"] == record["tasks"]
+
+
+def test_a_run_that_goes_on_with_less_patience_ends_with_the_scores_of_the_step_where_it_stands(
+    model: Path, conversations: Path, held_out: Path, tasks: Any, tmp_path: Path
+):
+    output = tmp_path / "run"
+    changes: dict[str, Any] = {"eval__every": 2, "eval__metric": "eval_loss", "data__eval": str(held_out)}
+    changes |= {"train__learning_rate": 0.05, "train__schedule": "constant", "checkpoint__keep": 9}  # it gets worse
+    begun = {**changes, "train__steps": 9, "checkpoint__every": 1, "eval__early_stopping": 9}
+    sft.main(config_of(model, conversations, output, tasks[1:], **begun))
+    shutil.rmtree(output / "final")
+    for step in (8, 9):
+        shutil.rmtree(output / "checkpoints" / f"step-{step:08d}")
+    again = {**begun, "eval__early_stopping": 1, "checkpoint__resume": "auto", "train__overwrite": False}
+    sft.main(config_of(model, conversations, output, tasks[1:], **again))
+    record = yaml.safe_load((output / "run.yaml").read_text())
+    assert record["stopped"]["after_step"] == 7
+    assert record["tasks"]["chosen"]["after"] == scenarios.read_metrics(output)[-1]["eval_chosen"]
+
+
+def test_answers_in_a_run_are_those_that_generate_gives_whatever_the_model_says_of_generation(
+    model: Path, conversations: Path, tasks: Any, tmp_path: Path
+):
+    said = []
+    for number, own in enumerate(({}, {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1})):
+        folder = shutil.copytree(model, tmp_path / f"model-{number}")
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EARLY_ENDS} | own))
+        torch.manual_seed(0)
+        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        loaded.generation_config = GenerationConfig.from_pretrained(folder)
+        asked = {"most_tokens": [30], "device": torch.device("cpu")}
+        said.append(loading.answers(loaded.eval(), tiny.build_tokenizer(), [[40, 41, 40, 41]], **asked))
+    assert said[0] == said[1] != [""]
 
 
 @pytest.mark.parametrize(

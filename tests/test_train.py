@@ -246,6 +246,7 @@ def test_what_cannot_fit_is_not_started_unless_a_strategy_is_named(
     [
         ("nope.yaml", "nope.yaml is not a file; give the configuration first"),
         ("--config {sample}", "Give the configuration first, without --config"),
+        ("{sample} --config={sample}", "Give the configuration first, without --config"),
         ("{sample} --train.epoch 2", "Unknown flag --train.epoch; did you mean train.epochs?"),
         ("{sample} --strategy fdsp2", "unknown strategy fdsp2; did you mean fsdp2?"),
         ("{sample} --strategy none.yaml", "unknown strategy none.yaml"),

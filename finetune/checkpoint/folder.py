@@ -112,13 +112,19 @@ def remove_older(folder: Path, keep: int, *, bests: Collection[int] = ()) -> Non
             remove(path)
 
 
+def up_to(folder: Path, step: int) -> list[Path]:
+    """The checkpoints of a step and before it, newest first."""
+    return [path for path in in_place(folder) if int(path.name.removeprefix("step-")) <= step]
+
+
 def leave_later_behind(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints after the step that a run resumes from, so they are no longer used or counted.
 
     Returns:
         Their new paths, for a person to remove.
     """
-    return [leave_behind(path) for path in in_place(folder) if int(path.name.removeprefix("step-")) > step]
+    earlier = up_to(folder, step)
+    return [leave_behind(path) for path in in_place(folder) if path not in earlier]
 
 
 def remove_all(run: Path) -> None:

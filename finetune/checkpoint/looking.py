@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune import distributed
-from finetune.checkpoint.folder import checkpoints_of, linked
+from finetune.checkpoint.folder import checkpoints_of, in_place, linked, unfinished, up_to
 from finetune.checkpoint.reader import Checkpoint, newest, open_all, open_checkpoint
 from finetune.errors import InputError
 from finetune.units import GIB
@@ -90,21 +90,39 @@ def describe_newest(run: Path) -> str:
     )
 
 
-def room_problems(run: Path, checkpoint_bytes: int, *, at_once: int, keeps_best: bool = False) -> list[str]:
-    """Why the disk of an output folder has no space for this many checkpoints, as sentences.
+def room_problems(
+    run: Path,
+    checkpoint_bytes: int,
+    *,
+    at_once: int,
+    keeps_best: bool = False,
+    result_bytes: int = 0,
+    resumed_step: int | None = None,
+) -> list[str]:
+    """Why the disk of an output folder has no space for this many checkpoints and the result, as sentences.
 
-    The space of earlier checkpoints in the same folder counts as free, because new ones replace them.
+    The space of earlier checkpoints in the same folder counts as free, because new ones replace them; not that of
+    those after ``resumed_step``, which are left behind for a person to remove.
     """
     existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
-    held = sum(file.stat().st_size for file in checkpoints_of(run).glob("step-*/*") if file.is_file())
-    free, needed = shutil.disk_usage(existing).free + held, checkpoint_bytes * at_once
+    folder = checkpoints_of(run)
+    replaced = in_place(folder) if resumed_step is None else up_to(folder, resumed_step)
+    replaced += unfinished(folder)
+    held = sum(file.stat().st_size for path in replaced for file in path.glob("*") if file.is_file())
+    free, needed = shutil.disk_usage(existing).free + held, checkpoint_bytes * at_once + result_bytes
     if needed <= free:
         return []
-    size, room = (f"{amount / GIB:.2f} GiB" for amount in (checkpoint_bytes, free))
+    size, result, room = (f"{amount / GIB:.2f} GiB" for amount in (checkpoint_bytes, result_bytes, free))
+    if at_once == 0:
+        return [
+            f"train.output_dir: final/ of {result} must fit in {run}, but {room} are free; free some space, or choose "
+            "another folder."
+        ]
+    beside = f", and final/ of {result}" if result_bytes else ""
     best = " the best one, of eval.keep_best," if keeps_best else ""
     fewer = "disable checkpoints with --checkpoint.every 0 --checkpoint.at_end false"
     return [
         f"train.output_dir: {at_once} checkpoint{'s' if at_once > 1 else ''} of {size} must fit in {run} at a time "
-        f"(those of checkpoint.keep,{best} and the one being written), but {room} are free; free some space, lower "
-        f"checkpoint.keep, or {'set eval.keep_best to false' if keeps_best else fewer}."
+        f"(those of checkpoint.keep,{best} and the one being written){beside}, but {room} are free; free some space, "
+        f"lower checkpoint.keep, or {'set eval.keep_best to false' if keeps_best else fewer}."
     ]

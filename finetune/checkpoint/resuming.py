@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +205,13 @@ def describe(
     precision: str,
     weights_only: bool,
     steps: int,
-    tokens_of: Callable[[int], int],
+    tokens: int,
 ) -> list[str]:
     """Lines for the run's output: where it resumes, and which settings changed.
 
     Args:
         steps: of the whole run, as configured now.
-        tokens_of: returns the trained tokens of a step. Called only if the run had another length.
+        tokens: that are trained in the checkpoint's step, as configured now.
     """
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
@@ -219,17 +219,20 @@ def describe(
     if (rounded := checkpoint.contents["run"]["strategy"]["precision"]) != precision:
         lines.append(f"changed since then: mixed precision {rounded} -> {precision}")
     if checkpoint.contents["run"]["steps"] != steps:
-        lines.append(_other_length(checkpoint, now, steps=steps, tokens=tokens_of(checkpoint.step)))
+        lines.append(_other_length(checkpoint, now, steps=steps, tokens=tokens))
     return lines + changes(checkpoint.contents["run"]["config"], now)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that changed between two configurations, and is not compared by other means."""
+    """A line for each setting that changed between two configurations, and is not compared by other means.
+
+    A record has what was chosen where the configuration says auto.
+    """
     known = dict(by_key(before))
     return [
         f"changed since then: {key} {known[key]} -> {value}"
         for key, value in by_key(now)
-        if key in known and known[key] != value and key not in NEVER_TOLD
+        if key in known and known[key] != value != "auto" and key not in NEVER_TOLD
     ]
 
 
@@ -273,7 +276,8 @@ def by_key(sections: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def is_in(resume: str, run: Path) -> bool:
     """Whether a run resumes in its own folder: with ``auto``, or from one of its checkpoints by name."""
-    return resume == "auto" or (resume != "none" and run.resolve() in (Path(resume) / "inside").resolve().parents)
+    places = {run.resolve(), checkpoints_of(run).resolve()}  # which may lie on another disk
+    return resume == "auto" or (resume != "none" and not places.isdisjoint((Path(resume) / "inside").resolve().parents))
 
 
 def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool) -> list[str]:
@@ -286,9 +290,10 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
         if overwrite:
             remove_all(run)
         return output_folder.prepare_folder(run) + output_folder.leave_links_aside(run)
+    # first: their steps are struck from the records next, and a run that is killed in between would resume from them
+    later = leave_later_behind(checkpoints_of(run), checkpoint.step)
     told = run_files.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
     told += output_folder.leave_links_aside(run)
-    later = leave_later_behind(checkpoints_of(run), checkpoint.step)
     return told + [f"{path} is from a later step and no longer used; remove it if you do not need it" for path in later]
 
 

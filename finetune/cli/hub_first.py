@@ -87,7 +87,7 @@ def ask_for_run(arguments: Sequence[str]) -> None:
     run: Any = parse(class_of(arguments), arguments)
     ask_for_model(run.model.path, run.model.revision)
     if run.model.tokenizer is not None:
-        ask_for_model(run.model.tokenizer, run.model.revision)
+        ask_for_model(*run.model.tokenizer_source)
     stages = [stage.train for stage in run.data.stages] if isinstance(run, CorpusRun) else []
     for entries in (run.data.train, run.data.eval, *stages, [task.data for task in run.eval.tasks]):
         ask_for_data(entries)

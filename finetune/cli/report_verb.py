@@ -38,7 +38,7 @@ def _report(options: argparse.Namespace) -> int:
         raise InputError(f"--output {page}: the name must end in .html; the picture takes the same name.")
     runs = read_runs(options.runs)
     if options.json:
-        print(json.dumps(pages.to_json(runs), indent=1, default=str))
+        print(json.dumps(pages.to_json(runs), indent=1, default=str, allow_nan=False))
         return 0
     try:
         print(pages.write(runs, page, page.with_suffix(".png")))

@@ -105,7 +105,8 @@ def _outcome(options: argparse.Namespace, arguments: Sequence[str], exit_code: i
 
 def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
     """The recipe: the user's own, else ours in the current folder, else the one that came with the package."""
-    if "--config" in options.others or options.config.startswith("--"):
+    named = {word.partition("=")[0] for word in options.others}
+    if "--config" in named or options.config.startswith("--"):
         raise InputError("Give the configuration first, without --config: finetune train FILE [--section.key VALUE].")
     if options.recipe is None:
         if not Path(options.config).is_file():

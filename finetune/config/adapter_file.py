@@ -53,7 +53,7 @@ def continued(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: if there is no adapter that a run can continue from, or the section contradicts it.
     """
-    folder = folder_of(Path(path))
+    folder = folder_of(Path(path).expanduser())
     if folder is None:
         raise InputError(
             f"adapter.from: {path} holds no adapter ({NAME}); give the folder of an adapter, or the output folder of a "

@@ -6,6 +6,8 @@ and PyYAML do the parsing.
 
 import argparse
 import difflib
+import math
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -37,6 +39,9 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     values, file_problems = _read_file(known.config)
     if file_problems:  # the contents are unknown, so no key can be reported as missing
         raise InputError(problems + file_problems)
+    if config_class.model_config.get("extra") != "forbid":  # of a recipe that is not known: its sections, no slips
+        strange = [str(key) for key in values if key not in config_class.model_fields]
+        problems += [_unknown_key(key, config_class) for key in strange if _nearest(key, config_class)]
     for section in config_class.model_fields:  # an absent or empty section gets its defaults, or lacks keys
         values[section] = {} if values.get(section) is None else values[section]
     fields = dict(_fields(config_class))
@@ -108,7 +113,7 @@ def _parser(config_class: type[BaseModel]) -> argparse.ArgumentParser:
 
 def as_flag(value: Any) -> str:
     """A value as a flag says it, in YAML."""
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 def _type_name(annotation: Any) -> str:
@@ -128,12 +133,15 @@ def _type_name(annotation: Any) -> str:
 
 
 def _flag_value(text: str, field: FieldInfo) -> Any:
-    """A flag's text parsed as YAML, but left as text where the key takes text and YAML would make a number of it."""
+    """A flag's text parsed as YAML, but left as it stands where the key takes text: YAML would make a number of some,
+    and cut others where a comment would begin. Quotes are YAML's."""
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, lists in lists in lists
         return text
     taken = _plain_types(field.annotation)
+    if isinstance(value, str) and str in taken:
+        return value if text.lstrip().startswith(("'", '"')) else text
     as_it_stands = str in taken and type(value) not in taken and not isinstance(value, list | None)
     return text if as_it_stands else value
 
@@ -156,7 +164,7 @@ def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
     except yaml.MarkedYAMLError as error:
         return {}, [_not_yaml(path, error)]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         return {}, [f"--config {path}: not valid YAML ({' '.join(str(error).split())}); fix the file."]
     if not isinstance(values, dict):
         return {}, [f"--config {path}: the file has no sections; see --help for the list."]
@@ -172,30 +180,41 @@ def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which `off` is a word, and equal keys are an error.
+    """YAML in which `off` is a word, 010 is ten, a date is text, and equal keys are an error.
 
     PyYAML follows YAML 1.1, where on, off, yes and no are booleans: ``plan_check: off`` would be false. As in YAML 1.2,
-    only true and false are; pydantic takes the words where a key is true or false. Of two equal keys PyYAML keeps the
-    last without a word.
+    only true and false are; pydantic takes the words where a key is true or false. Neither does a 0 in front make a
+    number octal, by which 010 and 008 would be the same seed. Of two equal keys PyYAML keeps the last without a word.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
+        keys = [self.construct_object(key) for key, _ in node.value if key.tag != _MERGE]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in forms if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    first: [
+        (tag, form)
+        for tag, form in forms
+        if tag not in (_TAG + "int", _TAG + "timestamp") and (tag != _TAG + "bool" or first in "tTfF")
+    ]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
 
 
 def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
     key = flag.removeprefix("--").split("=")[0]
     return f"Unknown flag --{key}; {_nearest(key, config_class)}see --help for all flags."
+
+
+def _unknown_key(key: str, config_class: type[BaseModel]) -> str:
+    return f"Unknown key {key}; {_nearest(key, config_class)}see --help for all keys."
 
 
 def _nearest(key: str, config_class: type[BaseModel]) -> str:
@@ -230,7 +249,7 @@ def _sentence(error: Any, config_class: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; set it in the YAML file or with --{key}."
     if error["type"] == "extra_forbidden":
-        return f"Unknown key {key}; {_nearest(key, config_class)}see --help for all keys."
+        return _unknown_key(key, config_class)
     if isinstance(refused := error.get("ctx", {}).get("error"), InputError):  # a section has looked into a file
         return str(refused)
     if len(location) == 1:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.number_types import NUMBER, NonNegativeFloat, PositiveFloat
+from finetune.config.key_types import NUMBER, NonNegativeFloat, PositiveFloat
 from finetune.config.sections import Section
 
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from finetune.config.number_types import NonNegativeFloat, PositiveInt
+from finetune.config.key_types import NonNegativeFloat, PathText, PositiveInt
 from finetune.config.sections import Data, DataSource, Section, Train
 
 
@@ -34,7 +34,7 @@ class Pretrain(Section):
 class Mix(Section):
     from_tokens: Tokens
     """Tokens of the run after which it begins."""
-    train: str | Annotated[list[str | DataSource], Field(min_length=1)]
+    train: PathText | Annotated[list[PathText | DataSource], Field(min_length=1)]
     """Sources, as data.train has them."""
 
 

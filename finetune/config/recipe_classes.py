@@ -33,23 +33,31 @@ SCRIPTS: dict[type[Run], str] = {
     Run: "recipes/sft.py",
 }
 """The recipes as they are launched; the one that knows least comes last."""
+OWN_VALUES: dict[type[Run], set[str]] = {CorpusRun: {"data.packing: concatenate"}}
+"""Which one recipe alone knows, of keys that others have too."""
 
 
 def class_of(arguments: Sequence[str]) -> type[Run]:
-    """The class that a recipe's arguments are read with: the one that knows a section or a key of its own among them.
+    """The class that a recipe's arguments are read with: the one that knows a section, a key or a value of its own
+    among them.
 
     Args:
         arguments: ``--config FILE`` and flags. A file that cannot be read is for the parser to refuse.
     """
     file = config_file(arguments)
-    given = {word[2:].partition("=")[0] for word in arguments if word.startswith("--")}
     try:
         contents = None if file is None else yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         contents = None
+    given = set()
     for section, values in contents.items() if isinstance(contents, dict) else ():
-        given |= {section, *(f"{section}.{key}" for key in (values if isinstance(values, dict) else ()))}
-    return next((kind for kind in SCRIPTS if given & (_keys(kind) - _keys(Run))), Run)
+        given.add(section)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            given |= {f"{section}.{key}", f"{section}.{key}: {value}"}
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        key, _, value = word.removeprefix("--").partition("=")
+        given |= {key, f"{key}: {value or following}"} if word.startswith("--") else set()
+    return next((kind for kind in SCRIPTS if given & (_keys(kind) - _keys(Run) | OWN_VALUES.get(kind, set()))), Run)
 
 
 def _keys(kind: type[Run]) -> set[str]:

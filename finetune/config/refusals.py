@@ -144,6 +144,16 @@ def schedule_problems(train: sections.Train) -> list[str]:
     return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
+def resumption_problems(section: sections.Checkpoint) -> list[str]:
+    """Keys of a resumption that is not asked for."""
+    if section.resume != "none" or not section.resume_weights_only:
+        return []
+    return [
+        "checkpoint.resume_weights_only takes weights from a checkpoint, but checkpoint.resume is none; set it to "
+        "auto, or to the folder of a checkpoint."
+    ]
+
+
 def question_problems(section: sections.Eval, held_out: object) -> list[str]:
     """Keys of eval that need held-out rows, where data.eval names none."""
     asks = {"prompts": isinstance(section.prompts, int) and section.prompts > 0, "exact_match": section.exact_match}

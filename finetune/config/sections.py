@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from finetune.config import adapter_file
-from finetune.config.number_types import (
+from finetune.config.key_types import (
     NUMBER,
     LessThanOne,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     UpToOne,
@@ -29,15 +30,14 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    path: str
+    path: PathText
     """Model folder, or model id on the hub."""
     random_weights: bool = False
-    """Start from random weights drawn with train.seed instead of the stored ones: for training from scratch, benchmarks
-    and tests. The model then only needs its config.json and its tokenizer."""
-    tokenizer: str | None = None
+    """Draw the weights, by train.seed, instead of reading them. The model then needs config.json and tokenizer."""
+    tokenizer: PathText | None = None
     """Folder or hub id of the tokenizer, if it is not the model's own."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; not of model.tokenizer, which is another repository."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. When off, a downloaded model is only data, never a program."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
@@ -52,6 +52,11 @@ class Model(Section):
     """Multiply in 8-bit floating point in the linear layers while training, forward and for the gradients of their
     inputs: faster on GPUs from Ada and Hopper on. Weights stay in 16 or 32 bits, and evaluation is in bf16."""
 
+    @property
+    def tokenizer_source(self) -> tuple[str, str | None]:
+        """Folder or hub id of the tokenizer, and its revision."""
+        return (self.tokenizer, None) if self.tokenizer else (self.path, self.revision)
+
 
 class Quantization(Section):
     bits: Literal["none", 8, 4] = "none"
@@ -63,7 +68,7 @@ class Quantization(Section):
 class Adapter(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
-    from_: str | None = Field(default=None, alias="from")
+    from_: PathText | None = Field(default=None, alias="from")
     """Continue training a saved adapter: its folder, or the output folder of the run that trained it. Type, rank,
     alpha, targets and modules_to_save are then the adapter's own. Null: begin with a new adapter."""
     type: Literal["none", "lora", "dora"] = "none"
@@ -110,7 +115,7 @@ class Adapter(Section):
 
 
 class DataSource(Section):
-    path: str
+    path: PathText
     """File, glob, folder, or hub id of a dataset."""
     weight: PositiveFloat = 1.0
     """How often each of its rows is used per epoch: 2 means twice, 0.5 means about half of the rows, chosen by hash."""
@@ -123,11 +128,11 @@ class DataSource(Section):
 
 
 class Data(Section):
-    train: str | Annotated[list[str | DataSource], Field(min_length=1)]
+    train: PathText | Annotated[list[PathText | DataSource], Field(min_length=1)]
     """Training data: a file (.jsonl, .ndjson, .json, .csv, .tsv or .txt, also compressed as .gz or .zst, or .parquet),
     a glob, a folder, or the hub id of a dataset (owner/name). Or a list of these, each a string or an object with the
     keys path, weight, subset, split and revision."""
-    eval: str | list[str | DataSource] | Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
+    eval: PathText | list[PathText | DataSource] | Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Held-out data: never trained on, used for eval_loss and for the answers to eval.prompts. Sources as for train, or
     a fraction of the training rows, for example 0.05. The fraction is chosen by a hash of each row, so a row is always
     on the same side."""
@@ -139,7 +144,7 @@ class Data(Section):
     columns: dict[str, str] = {}
     """Columns of your rows that have other names than the fields of their format: each field with its column, for
     example {prompt: question, completion: answer}."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Chat template to use instead of the tokenizer's: a Jinja file, or a name for base models that have none (chatml,
     gemma, llama3, mistral, phi3, zephyr). Special tokens of a named one that the tokenizer lacks are added to it, and
     their rows of embedding and output head are trained, also beside an adapter."""
@@ -172,7 +177,7 @@ class Data(Section):
 
 
 class Train(Section):
-    output_dir: str
+    output_dir: PathText
     """Folder for everything the run writes."""
     overwrite: bool = False
     """Replace the run that is already in output_dir (its run.yaml, metrics.jsonl, final/ and checkpoints)."""
@@ -250,7 +255,7 @@ class Train(Section):
     plan_check: Literal["on", "off"] = "on"
     """on: refuse a run whose predicted peak exceeds the GPU's memory before anything is loaded, and name the nearest
     configuration that fits. off: try it anyway."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 0
     """Seed of the row order, dropout and random weights."""
 
     @property
@@ -283,14 +288,14 @@ class Train(Section):
 
 class Checkpoint(Section):
     every: NonNegativeInt = 500
-    """Optimizer steps between checkpoints; 0 for none. A signal that stops the run (SIGTERM, SIGINT, SIGUSR1) always
-    saves one. Checkpoints are written in the background while training continues."""
+    """Optimizer steps between checkpoints, which are written while training continues; 0 for none. A signal that stops
+    the run (SIGTERM, SIGINT, SIGUSR1, SIGHUP) always saves one."""
     at_end: bool = True
     """Also save a checkpoint after the last step, so that the run can be extended: with a larger train.steps or
     train.epochs, and checkpoint.resume auto."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; an older one is deleted when a newer one is complete."""
-    resume: str = "none"
+    resume: PathText = "none"
     """none: start a new run. auto: resume from the newest complete checkpoint in output_dir, or start a new run if
     there is none. Or the folder of a checkpoint or of a run. The strategy and the number of processes may change."""
     resume_weights_only: bool = False
@@ -301,7 +306,7 @@ class Checkpoint(Section):
 class Task(Section):
     name: str
     """Name of the score in metrics.jsonl, as eval_NAME: letters, digits, - and _."""
-    data: str
+    data: PathText
     """File, glob, folder or hub id, in any format of data.train, or with the keys prompt and answer; for scores of
     choices also with the key choices."""
     score: str = "exact_match"

@@ -127,7 +127,7 @@ class Batches(Inputs):
             trained_tokens=int(self.trained_tokens[taken].sum()),
             tokens=int(self.tokens[taken].sum()),
             total_tokens=positions_in(places, self.lengths, **how),
-            sources=lambda: sources_of(map(self.documents, taken)),
+            sources=lambda: sources_of(map(self.documents, places)),
         )
 
     def heaviest(self) -> list[list[Row]]:
@@ -171,7 +171,7 @@ class Batches(Inputs):
 
 
 def sources_of(places: Iterable[Sequence[Row]]) -> list[str]:
-    """``file:line`` of each row of the input, given its documents."""
+    """``file:line`` of each row of the input, given its documents; an empty text for a place without a row."""
     return [", ".join(row.source for row in documents) for documents in places]
 
 

@@ -32,7 +32,7 @@ from finetune.distributed.long_timeout import gathered, long_timeout_group
 from finetune.distributed.strategy import Strategy
 from finetune.errors import first_line
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SECONDS = 2.0
 """Signals this close together count as one: a terminal and the launcher both pass on a Ctrl-C."""
 LAUNCHER_ENDED = 127
@@ -86,9 +86,9 @@ class Interruption:
         """From here on a signal is recorded, so the run saves before it stops. Collective, so that no process trains
         while a signal would still kill another."""
         if threading.current_thread() is threading.main_thread():  # Python lets no other take signals
-            self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
+            self._earlier = {number: signal.getsignal(number) for number in start_up.heard(SIGNALS)}
             self._earlier_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            for number in SIGNALS:
+            for number in self._earlier:
                 signal.signal(number, self._pass_by)
         self.gather(None)
 

@@ -30,8 +30,9 @@ from finetune.config.strategy_names import SIZES, Size
 from finetune.distributed.launch_environment import launch_environment
 from finetune.distributed.strategy import native_precision
 from finetune.errors import InputError, first_line
+from finetune.start_up import heard
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals upon which a run saves and ends; see ``interruption``."""
 PATIENCE_SECONDS = 30.0
 """After one process has failed, until the others are killed."""
@@ -152,7 +153,7 @@ def run_together(commands: Sequence[Sequence[str]], environments: Sequence[dict[
         for process in running:
             process.send_signal(number)
 
-    earlier = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+    earlier = {number: signal.signal(number, pass_on) for number in heard(PASSED_ON)}
     try:
         for command, environment in zip(commands, environments):
             running.append(subprocess.Popen(command, env=environment))

@@ -94,7 +94,7 @@ def start(
     if strategy.is_fsdp:
         _configure_fsdp(accelerator, strategy, weights)
     if strategy.is_deepspeed:
-        _configure_deepspeed(accelerator, micro_batch_size, max_grad_norm, optimizer, weights)
+        _configure_deepspeed(accelerator, accumulation, micro_batch_size, max_grad_norm, optimizer, weights)
     if buffer_elements:
         _size_buffers(accelerator, buffer_elements)
     return accelerator
@@ -196,7 +196,12 @@ def _configure_fsdp(accelerator: Accelerator, strategy: Strategy, weights: str) 
 
 
 def _configure_deepspeed(
-    accelerator: Accelerator, micro_batch_size: int, max_grad_norm: float, optimizer: str, weights: str
+    accelerator: Accelerator,
+    accumulation: int,
+    micro_batch_size: int,
+    max_grad_norm: float,
+    optimizer: str,
+    weights: str,
 ) -> None:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     clipping = config.get("gradient_clipping", "auto")
@@ -206,6 +211,8 @@ def _configure_deepspeed(
             "from the launch file, since train.max_grad_norm decides."
         )
     config["gradient_clipping"] = max_grad_norm  # left out, Accelerate makes 1.0 of it
+    # of a launch file, in which `accelerate config` writes 1, Accelerate would take what is not auto
+    config["gradient_accumulation_steps"] = accumulation
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET_ELEMENTS
     if config["bf16"]["enabled"] or config["fp16"]["enabled"]:

@@ -60,6 +60,11 @@ class Strategy:
             InputError: if the launch is not supported.
         """
         environ, replicas = os.environ, 1
+        if (compiler := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+            raise InputError(
+                f"The launch compiles the model by dynamo_backend {compiler}, which no strategy here has been proven "
+                "with; set it to no, or remove it."
+            )
         together, sizes = _together()
         if environ.get("ACCELERATE_USE_FSDP") == "true":
             if environ.get("FSDP_VERSION") != "2":
@@ -69,6 +74,11 @@ class Strategy:
                 raise InputError(
                     "The launch file sets parallelism_config_tp_size, by which layers are not split here; set it to "
                     f"1, or use the strategy file {'cp_tp' if together == 'cp' else 'fsdp2_tp'}."
+                )
+            if environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
+                raise InputError(
+                    "The launch file sets fsdp_activation_checkpointing to true, which gives the weights of wrapped "
+                    "layers names that no library reads; set it to false, and train.activation_checkpointing instead."
                 )
             offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
             name = together or ("hsdp" if replicas > 1 else "fsdp2")

@@ -22,7 +22,7 @@ from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.export import new_folder, own_code
-from finetune.models import adapter, adapter_start, new_tokens
+from finetune.models import adapter, adapter_start, generation_settings, new_tokens
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
@@ -51,11 +51,12 @@ def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict
     source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": trust_remote_code}
     template = config["data"].get("chat_template")
     by_name = template if template in NAMED else None  # no file that a checkpoint names is opened: its text is kept
-    origin = named["tokenizer"] or named["path"]
-    tokenizer = models.load_tokenizer(origin, chat_template=by_name, adds_tokens=True, **source)
+    section = sections.Model(path=named["path"], tokenizer=named["tokenizer"], **source)
+    origin, of = section.tokenizer_source
+    known: dict[str, Any] = {"chat_template": by_name, "trust_remote_code": trust_remote_code}
+    tokenizer = models.load_tokenizer(origin, revision=of, adds_tokens=True, **known)
     tokenizer.chat_template = run["chat_template"]
     stored = own_code.load_config(named["path"], **source)
-    section = sections.Model(path=named["path"], tokenizer=named["tokenizer"], **source)
     new = new_tokens.of_template(section, by_name, stored, new_tokens.grown_rows_of(run))
     model = models.without_weights(new.grown(stored), trust_remote_code)
     adapter_alone = config["adapter"]["type"] != "none"
@@ -81,7 +82,8 @@ def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict
             adapter.save(temporary, model, state, beginning=beginning)
         else:
             model = cast(Any, model).to(dtype)  # what its config.json will tell
-            models.stop_at(model, tokenizer.eos_token_id, end_of_turn(tokenizer))
+            generation_settings.take_over(model, named["path"], revision=named["revision"])
+            generation_settings.stop_at(model, tokenizer.eos_token_id, end_of_turn(tokenizer))
             model.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")

@@ -27,8 +27,8 @@ from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.export import adapted_model, adapter_source, comparison, new_folder
 from finetune.export.adapter_source import AdapterSource
 from finetune.export.comparison import Difference
+from finetune.models import generation_settings, quantization
 from finetune.models import loading as models
-from finetune.models import quantization
 from finetune.units import GIB
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -111,7 +111,7 @@ def merge(
     try:
         say(f"Merging onto the {'dequantised' if onto == 'dequantized' else 'original'} weights ...")
         merged = adapted_model.load_merged(source, dequantized=onto == "dequantized", dtype=out)
-        models.stop_at(merged, tokenizer.eos_token_id, end_of_turn(tokenizer))
+        generation_settings.stop_at(merged, tokenizer.eos_token_id, end_of_turn(tokenizer))
         with _writing(folder):
             merged.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from finetune.cache import flush
+from finetune.cache import flush, flush_all
 
 OF_A_RUN = ("final", "final.tmp", "final.old", "checkpoints")
 """Names in the output folder of a run that are its own: what lies in final/ with its id stands for a finished run."""
@@ -59,7 +59,6 @@ def existing_parent(folder: Path) -> Path:
 def put_in_place(folder: Path) -> None:
     """Have the disk hold all that was written, and give it its name."""
     temporary = temporary_of(folder)
-    for path in (*temporary.rglob("*"), temporary):
-        flush(path)
+    flush_all(temporary)
     temporary.rename(folder)
     flush(folder.absolute().parent)

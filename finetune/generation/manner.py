@@ -4,27 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import refuse_if_any
-
-ONE: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
-"""Answer at a time, token by token."""
-UNCHANGED: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": None,
-}
-"""Are the scores of tokens with these values."""
-NOTHING_ELSE: dict[str, Any] = {
-    "min_p": None,
-    "typical_p": 1.0,
-    "top_h": None,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "stop_strings": None,
-}
-"""With these values, only what a ``Manner`` says leaves tokens out of sampling or ends an answer."""
+from finetune.models.generation_settings import MOST_LIKELY, NOTHING_ELSE, ONE
 
 
 @dataclass(frozen=True)
@@ -63,8 +43,6 @@ class Manner:
         Samples are drawn with its penalties; the most likely answer is the one that has none.
         """
         if self.temperature == 0:
-            return (
-                {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | ONE | NOTHING_ELSE | UNCHANGED
-            )
+            return MOST_LIKELY
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         return drawn | ONE | NOTHING_ELSE

@@ -18,7 +18,7 @@ def end_tokens_of(config: PreTrainedConfig, path: str, *, revision: str | None) 
             say whether there is one.
     """
     name = "generation_config.json"
-    file = _file_if_any(path, name, revision)
+    file = file_if_any(path, name, revision)
     found: set[int] = set()
     try:
         said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file else None
@@ -36,7 +36,7 @@ def end_tokens_of(config: PreTrainedConfig, path: str, *, revision: str | None) 
     return tuple(sorted(found))
 
 
-def _file_if_any(path: str, name: str, revision: str | None) -> Path | None:
+def file_if_any(path: str, name: str, revision: str | None) -> Path | None:
     """A file of a model's folder, or of the hub; None where there is none."""
     if Path(path).is_dir():
         file = Path(path) / name

@@ -1,6 +1,11 @@
 """Floating-point operations of training, for model FLOP/s utilisation (MFU)."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
 
 
 @dataclass(frozen=True)
@@ -17,12 +22,29 @@ class TrainingFlops:
         return self.per_token * tokens + self.per_trained_token * trained_tokens
 
 
+def products_of(module: torch.nn.Module, config: Any) -> tuple[float, float]:
+    """Weights of a module itself that a token is multiplied by, and those of them that are trained. Of the experts of a
+    mixture, which are stacked in one parameter, as many as a token chooses."""
+    if isinstance(module, torch.nn.Linear):
+        size = float(module.in_features * module.out_features)  # of packed bits, too
+        return size, size * module.weight.requires_grad
+    if isinstance(module, Conv1D):
+        return float(module.nx * module.nf), float(module.nx * module.nf) * module.weight.requires_grad
+    found = trained = 0.0
+    for each in module.parameters(recurse=False):
+        shape = getattr(each, "ds_shape", each.shape)
+        if len(shape) == 3:
+            size = math.prod(shape) * min(1.0, (getattr(config, "num_experts_per_tok", None) or shape[0]) / shape[0])
+            found, trained = found + size, trained + size * each.requires_grad
+    return found, trained
+
+
 def training_flops(
     *,
-    matrix_parameters: int,
-    trained_matrix_parameters: int,
-    head_parameters: int,
-    trained_head_parameters: int,
+    matrix_parameters: float,
+    trained_matrix_parameters: float,
+    head_parameters: float,
+    trained_head_parameters: float,
     layers: int,
     heads: int,
     head_dim: int,
@@ -37,7 +59,8 @@ def training_flops(
     work.
 
     Args:
-        matrix_parameters: weights of all linear layers, adapters included, the embedding lookup not.
+        matrix_parameters: weights of all linear layers and of the experts that a token meets, adapters included, the
+            embedding lookup not.
         trained_matrix_parameters: those of them that are trained.
         head_parameters: of the output head, which are not among them; ``trained_head_parameters`` likewise.
         mean_row_length: tokens a row attends over, on average.

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, extract_commit_hash
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from finetune.cache import key_of
@@ -28,8 +28,10 @@ from finetune.data import named_templates
 from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.hub_access import is_hub_id, missing_in_folder, refuse_without_access
 from finetune.models import attention as attentions
-from finetune.models import quantization
+from finetune.models import generation_settings, packing_support, quantization
 from finetune.models.attention import stock_attention
+from finetune.models.flops import products_of
+from finetune.models.weights import files as weight_files_of
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
 MOST_LAYERS = 2000
@@ -166,15 +168,22 @@ def _impossible_sizes(sizes: Mapping[str, Any]) -> list[str]:
 def identity(path: str, *, revision: str | None, weights: bool) -> str:
     """Hash that identifies a model wherever it is stored: its configuration, and its weights if asked for.
 
-    For a hub model it is the commit. Weight files count by size and samples of their bytes, header included.
+    Weight files count by size and samples of their bytes, header included. So a commit on the hub that corrects the
+    words of a README leaves the model what it is.
     """
-    if not Path(path).is_dir():
-        return key_of(extract_commit_hash(cached_file(path, "config.json", revision=revision), None))
-    described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    if weights and not Path(path).is_dir():
+        weight_files_of(path, revision)  # all of them lie in the cache then
+    folder = folder_of(path, revision=revision)
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("_name_or_path", "transformers_version"):
         described.pop(key, None)
-    files = sorted(Path(path).glob("*.safetensors")) if weights else []
+    files = sorted(folder.glob("*.safetensors")) if weights else []
     return key_of([described, [[file.name, _sampled(file)] for file in files]])
+
+
+def folder_of(path: str, *, revision: str | None) -> Path:
+    """Where a model's files lie: its folder, or that of a commit in the hub's cache, with what was downloaded."""
+    return Path(path) if Path(path).is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
 
 
 def _sampled(file: Path) -> str:
@@ -220,6 +229,10 @@ def attention_problems(config: PreTrainedConfig, attention: str, trust_remote_co
     """
     if attention == "auto":
         return []
+    if attention == "sdpa" and packing_support.caps_scores(config):
+        return [
+            "model.attention: the model caps the scores of attention, and sdpa has no cap; set it to auto, or to eager."
+        ]
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(  # which writes into the configuration
@@ -289,35 +302,24 @@ def load_model(
         raise InputError(
             f"The model {path} could not be loaded ({first_line(error)}); check model.path and model.attention."
         ) from error
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError:  # sampling settings without sampling: read without complaint, but refused at saving
-        model.generation_config.do_sample = True
+    generation_settings.settle(model)
     return model
 
 
-def stop_at(model: PreTrainedModel, *tokens: int | None) -> None:
-    """Have generation stop at more tokens, the tokenizer's own, beside those that the model's files name."""
-    for token in tokens:
-        known = model.generation_config.eos_token_id
-        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
-        if token is not None and token not in ends:
-            model.generation_config.eos_token_id = [*ends, token] if ends else token
-
-
-def shape(model: PreTrainedModel) -> dict[str, int]:
+def shape(model: PreTrainedModel) -> dict[str, Any]:
     """Sizes needed to count FLOPs; taken from modules, since weights may already be partitioned."""
     config, of_head = model.config.get_text_config(), set(model.get_output_embeddings().modules())
-    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "original_m" not in name]
-    trained = [m for m in linear if m.weight.requires_grad]
+    every = [module for name, module in model.named_modules() if "original_m" not in name]
+    of_layers = [products_of(each, config) for each in every if each not in of_head]
+    heads = getattr(config, "num_attention_heads", None) or 0  # a state-space model has none
     return {
-        "matrix_parameters": sum(m.in_features * m.out_features for m in linear if m not in of_head),
-        "trained_matrix_parameters": sum(m.in_features * m.out_features for m in trained if m not in of_head),
-        "head_parameters": sum(m.in_features * m.out_features for m in linear if m in of_head),
-        "trained_head_parameters": sum(m.in_features * m.out_features for m in trained if m in of_head),
+        "matrix_parameters": sum(all_of_them for all_of_them, _ in of_layers),
+        "trained_matrix_parameters": sum(trained for _, trained in of_layers),
+        "head_parameters": sum(products_of(each, config)[0] for each in of_head),
+        "trained_head_parameters": sum(products_of(each, config)[1] for each in of_head),
         "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "heads": heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // max(1, heads),
     }
 
 
@@ -349,10 +351,10 @@ def answers(
             input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
             max_new_tokens=max(most_tokens),
-            do_sample=False,
             pad_token_id=padding,
             synced_gpus=together,
             use_cache=use_cache,
+            **generation_settings.MOST_LIKELY,
         )
     return answer_texts(tokenizer, [row[:most] for row, most in zip(output[:, longest:].tolist(), most_tokens)])
 

@@ -95,11 +95,9 @@ def of_template(
     """
     if not named_templates.has_specials(chat_template):
         return NewTokens()
+    path, revision = section.tokenizer_source
     tokenizer = loading.load_tokenizer(
-        section.tokenizer or section.path,
-        revision=section.revision,
-        trust_remote_code=section.trust_remote_code,
-        chat_template=None,
+        path, revision=revision, trust_remote_code=section.trust_remote_code, chat_template=None
     )
     names = named_templates.use(tokenizer, str(chat_template), adds_tokens=True)
     ids: Any = tokenizer.convert_tokens_to_ids(list(names))

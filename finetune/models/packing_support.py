@@ -37,7 +37,14 @@ def attention_for(
     """
     chosen = PACKED if attention == "auto" else attention
     lacking = problems(config, attention=chosen, dtype=dtype, capability=own_capability(), own_code=own_code)
-    return attention if lacking and not packing else chosen, not lacking
+    padded = "eager" if attention == "auto" and caps_scores(config) else attention
+    return padded if lacking and not packing else chosen, not lacking
+
+
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Whether attention has a cap, as in Gemma 2. PyTorch's scaled_dot_product_attention has none, and transformers up
+    to 5.20 chooses it all the same."""
+    return getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
 
 
 def own_capability() -> tuple[int, int] | None:
@@ -160,8 +167,9 @@ def _not_computed(settings: dict[str, Any], *, on_gpu: bool) -> Iterator[str]:
         yield "caps attention logits, which packed attention lacks; use flash_attention_2, or set data.packing to false"
     if settings["model_type"] in _SINKS:
         yield "has attention sinks, which packed attention lacks; use flash_attention_3, or set data.packing to false"
-    if on_gpu and settings.get("attention_dropout"):
-        yield (
-            f"has attention_dropout {settings['attention_dropout']}, which packed attention cannot apply on a GPU; "
-            "set it to 0 in the model's configuration, or set data.packing to false"
-        )
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") if on_gpu else ():
+        if settings.get(name):
+            yield (
+                f"has {name} {settings[name]}, which packed attention cannot apply on a GPU; set it to 0 in the "
+                "model's configuration, or set data.packing to false"
+            )

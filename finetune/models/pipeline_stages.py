@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from finetune.models.flops import products_of
 from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
 
@@ -41,24 +42,9 @@ def stages_of(model: Any, stages: int) -> list[list[torch.nn.Module]]:
 def costs_of(model: Any) -> list[float]:
     """Of each unit, the multiplications for a token; the last has those of the head."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings()
-    return [sum(_cost(each, config) for each in unit if each is not embedding) for unit in units_of(model)]
+    parts = [[part for each in unit if each is not embedding for part in each.modules()] for unit in units_of(model)]
+    return [sum(products_of(part, config)[0] for part in unit) for unit in parts]
 
 
 def _has_weights(module: torch.nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _cost(module: torch.nn.Module, config: Any) -> float:
-    """Multiplications for each token."""
-    found = 0.0
-    for part in module.modules():
-        if isinstance(part, torch.nn.Linear):
-            found += part.in_features * part.out_features
-        else:  # of experts, which each token passes some of
-            used, there = getattr(config, "num_experts_per_tok", 1), _experts_of(config)
-            found += sum(each.numel() * used / there for each in part.parameters(recurse=False) if each.ndim == 3)
-    return found
-
-
-def _experts_of(config: Any) -> int:
-    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1

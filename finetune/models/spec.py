@@ -74,6 +74,13 @@ class ModelSpec:
         return self.bits or self.stored_bits
 
     @property
+    def unreached(self) -> list[str]:
+        """Parts of the model that rows of text do not reach, such as an encoder of images."""
+        used = {*self.skeleton.get_decoder().parameters(), *self.skeleton.get_output_embeddings().parameters()}
+        outside = [name for name, parameter in self.skeleton.named_parameters() if parameter not in used]
+        return sorted({".".join(name.split(".")[:2]) for name in outside})
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         """Of the published weights."""
         return loading.stored_dtype(self.config)

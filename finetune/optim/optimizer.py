@@ -39,7 +39,7 @@ def build_optimizer(
 
     Args:
         name: one of the recipe's ``train.optimizer``.
-        weight_decay: of matrices; biases, norms and DoRA's magnitudes have none.
+        weight_decay: of matrices; biases, norms, DoRA's magnitudes and other vectors have none.
         weights: ``bf16`` takes optimizers that round stochastically.
         fused: step in one kernel.
         rounding_seed: of the stochastic rounding; the same on all processes that hold the same weights.
@@ -59,7 +59,8 @@ def build_optimizer(
         is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                kind = "vector" if is_vector or key == "bias" else "kept" if parameter in kept else "decayed"
+                is_one = is_vector or key.endswith("bias") or len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+                kind = "vector" if is_one else "kept" if parameter in kept else "decayed"
                 kinds.setdefault(parameter, (kind, scale_of[parameter]))
     groups: list[dict[str, Any]] = [
         {

@@ -6,7 +6,6 @@ final/ takes its name last. Where it stands, all else that belongs to the run ha
 import errno
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -21,11 +20,11 @@ import yaml
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.cache import flush
+from finetune.cache import flush, flush_all
 from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
 from finetune.models import adapter
-from finetune.output.run_reading import read_metrics, read_run
+from finetune.output.run_reading import line_of, read_metrics, read_run
 
 PACKAGES = (
     "torch",
@@ -53,7 +52,7 @@ def complete_metrics(folder: Path, step: int, metrics: Sequence[dict[str, Any]])
     """
     lines, unread = read_metrics(folder)
     lines |= {line["step"]: line | lines.get(line["step"], {}) for line in metrics}
-    kept = "".join(json.dumps(lines[known]) + "\n" for known in sorted(lines) if known <= step)
+    kept = "".join(line_of(lines[known]) + "\n" for known in sorted(lines) if known <= step)
     _replace_text(folder / "metrics.jsonl", kept)
     return unread
 
@@ -194,7 +193,7 @@ def model_card(base: str, run: dict[str, Any], metrics: dict[str, Any]) -> str:
     """The README.md of final/: what it was made from and how."""
     of_last = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     loss = f"- loss of the last step: {of_last}\n"
-    if "eval_loss" in metrics and "eval_loss" in run:
+    if metrics.get("eval_loss") is not None and "eval_loss" in run:
         loss += f"- held-out loss: {run['eval_loss']['before']:.4f} before, {metrics['eval_loss']:.4f} after training\n"
     if "exact_match" in run:
         loss += f"- {describe_exact_match(run['exact_match'])}\n"
@@ -341,10 +340,13 @@ def save_final(
 
 
 def replace(temporary: Path, final: Path) -> None:
-    """Put a complete folder in the place of an earlier one, which is there until then."""
+    """Put a complete folder in the place of an earlier one, which is there until then. The disk holds all of it before
+    it has the name that stands for a finished run."""
     old = final.with_name(final.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
+    flush_all(temporary)
     if final.exists():
         final.rename(old)
     temporary.rename(final)
+    flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)

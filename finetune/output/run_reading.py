@@ -1,6 +1,8 @@
 """What a run has written, read back: run.yaml and metrics.jsonl. Imports nothing that is slow."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,20 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, Any]], int]:
         else:
             unread += 1
     return lines, unread
+
+
+def line_of(metrics: Mapping[str, Any]) -> str:
+    """A line of metrics.jsonl."""
+    return json.dumps(finite(metrics), allow_nan=False)
+
+
+def finite(found: Any) -> Any:
+    """What was measured, with null for each figure that is not finite: JSON has no such numbers."""
+    if isinstance(found, Mapping):
+        return {key: finite(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from finetune.output.run_reading import finite
 from finetune.report.run_read import RunRead
 
 KNOWN = {
@@ -66,12 +67,8 @@ def charts_of(runs: Sequence[RunRead]) -> list[Chart]:
 
 def as_json(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Under the names of the fields; null where a line is interrupted."""
-    return [
-        asdict(chart)
-        | {"lines": [asdict(line) | {"points": [[x, y if math.isfinite(y) else None] for x, y in line.points]}
-                     for line in chart.lines]}
-        for chart in charts
-    ]  # fmt: skip
+    found: list[dict[str, Any]] = finite([asdict(chart) for chart in charts])
+    return found
 
 
 def _lines(number: int, run: RunRead, key: str) -> Iterable[Line]:

@@ -10,6 +10,7 @@ import yaml
 
 from finetune.errors import first_line
 from finetune.output.output_folder import PICTURE, REPORT
+from finetune.output.run_reading import finite
 from finetune.report import plotted, tables
 from finetune.report.charts import as_json, charts_of
 from finetune.report.drawn import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, describe_resumption, drawn
@@ -81,7 +82,7 @@ def to_json(runs: Sequence[RunRead]) -> dict[str, Any]:
         return {row[0]: dict(zip(shown.head[1:], row[1:])) for row in shown.rows}
 
     return {
-        "runs": [{"name": run.name, **run.record, "unread_lines": run.unread} for run in runs],
+        "runs": [{"name": run.name, **finite(run.record), "unread_lines": run.unread} for run in runs],
         "summary": table(tables.summary(runs)),
         "differences": table(tables.differences(runs)) if len(runs) > 1 else {},
         "charts": as_json(charts_of(runs)),

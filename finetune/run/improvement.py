@@ -62,7 +62,8 @@ def figure_of(section: sections.Eval, metrics: Mapping[str, Any]) -> float:
         InputError: if there is none of this name.
     """
     refuse_if_any(_problems(section, [name for name in metrics if name.startswith("eval_")]))
-    return float(metrics[section.metric])
+    value = metrics[section.metric]
+    return math.nan if value is None else float(value)  # as metrics.jsonl has what is not finite
 
 
 def _problems(section: sections.Eval, names: Collection[str]) -> list[str]:

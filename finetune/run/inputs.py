@@ -24,9 +24,10 @@ def load_tokenizer(model: sections.Model, data: sections.Data) -> PreTrainedToke
     Raises:
         InputError: if there is none, or a slow one.
     """
+    path, revision = model.tokenizer_source
     return loading.load_tokenizer(
-        model.tokenizer or model.path,
-        revision=model.revision,
+        path,
+        revision=revision,
         trust_remote_code=model.trust_remote_code,
         chat_template=data.chat_template,
         adds_tokens=True,

@@ -1,6 +1,5 @@
 """The lines that a run writes as it goes: metrics.jsonl, rejected.jsonl, trackers, and the screen."""
 
-import json
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ from finetune.data.batches import Batches
 from finetune.data.rows import Rows
 from finetune.data.streaming import Stream
 from finetune.output import run_files
+from finetune.output.run_reading import line_of
 from finetune.output.run_record import RunRecord
 from finetune.run.screen import Screen
 from finetune.run.trackers import Trackers
@@ -39,15 +39,16 @@ class Logbook:
             return
         self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite))
         run_files.write_run(self.folder, record.as_dict())
-        self.rejected_file.append(chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out)))
+        self._say(self.rejected_file.append(chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out))))
 
     def write(self, finished: list[dict[str, Any]]) -> None:
         """Add the metrics of steps, and what was rejected meanwhile."""
-        rejected = self.batches.newly_rejected()
+        rejected, told = self.batches.newly_rejected(), list[str]()
+        if self.writes:
+            told = self.metrics_file.append(map(line_of, finished)) + self.rejected_file.append(rejected)
         for metrics in finished:
             self.screen.step(metrics)
-        if self.writes:
-            self._say(self.metrics_file.append(map(json.dumps, finished)) + self.rejected_file.append(rejected))
+        self._say(told)
         for metrics in finished:
             self.trackers.log(metrics)
 

@@ -5,8 +5,9 @@ data`` calls the same functions for what it looks at. What a configuration alone
 ``finetune.config.refusals`` and ``config.compatibility``, which ``finetune plan`` shares: it imports no PyTorch.
 """
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from finetune import checkpoint, distributed
 from finetune.checkpoint import resuming
+from finetune.checkpoint.reader import Checkpoint
 from finetune.config import adapter_file, sections
 from finetune.config.compatibility import (
     averaging_problems,
@@ -29,6 +31,7 @@ from finetune.config.compatibility import (
     split_problems,
     spread_problems,
     stage_problems,
+    unreached_problems,
 )
 from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
@@ -36,6 +39,7 @@ from finetune.config.refusals import (
     batch_problems,
     position_problems,
     question_problems,
+    resumption_problems,
     schedule_problems,
     task_problems,
     unused_adapter_keys,
@@ -132,7 +136,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
         + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
-    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton))
+    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton) + unreached_problems(launch.name, spec.unreached))
     refuse_if_any(_part_problems(cfg, launch, spec))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
@@ -200,6 +204,7 @@ def configuration_problems(cfg: sections.Run) -> list[str]:
         + unused_adapter_keys(cfg.adapter)
         + _init_problems(cfg, cfg.quantization.bits, is_stored=False)
         + schedule_problems(cfg.train)
+        + resumption_problems(cfg.checkpoint)
     )
 
 
@@ -243,12 +248,28 @@ def _replaces_adapter(cfg: sections.Run, continued: Path) -> bool:
     return not resuming.is_in(resume, folder) or checkpoint.look_for(resume, folder)[0] is None
 
 
-def checkpoint_problems(cfg: sections.Run, steps: int, checkpoint_bytes: int) -> list[str]:
-    """Why the disk of the output folder has no space for the run's checkpoints."""
-    best_of_every = cfg.eval.every if cfg.eval.keep_best else 0
-    at_once = resuming.checkpoints_at_once(cfg.checkpoint, steps, best_of_every=best_of_every)
-    folder, keeps_best = Path(cfg.train.output_dir), cfg.eval.keep_best
-    return checkpoint.room_problems(folder, checkpoint_bytes, at_once=at_once, keeps_best=keeps_best)
+def room_problems(
+    cfg: sections.Run, spec: ModelSpec, steps: int, trained: Mapping[str, tuple[int, ...]], own: Checkpoint | None
+) -> list[str]:
+    """Why the disk of the output folder has no space for the run's checkpoints and its result.
+
+    Args:
+        trained: shapes of the trained weights.
+        own: the checkpoint of this run that it resumes from.
+    """
+    keeps_best = cfg.eval.keep_best
+    at_once = resuming.checkpoints_at_once(cfg.checkpoint, steps, best_of_every=cfg.eval.every if keeps_best else 0)
+    result = spec.skeleton.num_parameters() * spec.stored_dtype.itemsize
+    if cfg.adapter.type != "none":  # which is saved as it was trained
+        result = sum(map(math.prod, trained.values())) * (2 if cfg.train.weights == "bf16" else 4)
+    return checkpoint.room_problems(
+        Path(cfg.train.output_dir),
+        resuming.bytes_of(trained, cfg.train),
+        at_once=at_once,
+        keeps_best=keeps_best,
+        result_bytes=result,
+        resumed_step=own.step if own else None,
+    )
 
 
 def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> list[str]:
@@ -351,19 +372,21 @@ def vocabulary_problems(read: Sequence[Rows | None], vocabulary: int) -> list[st
 
 
 def as_restarted(cfg: Configuration, launch: distributed.Strategy) -> Configuration:
-    """The configuration of a process that its launcher started in place of one that died: it resumes what that began.
+    """The configuration of a process that its launcher started in place of one that died: it resumes what that began,
+    or begins as that did, if it has saved nothing.
 
     Another launch finds the configuration as it is.
     """
     if not distributed.was_restarted():
         return cfg
-    began_by = run_files.identity_of_run(Path(cfg.train.output_dir)).get("launcher")
-    if began_by != distributed.launcher_of(launch):
+    folder, resume = Path(cfg.train.output_dir), cfg.checkpoint.resume
+    if run_files.identity_of_run(folder).get("launcher") != distributed.launcher_of(launch):
         return cfg
+    is_from_elsewhere = resume not in ("none", "auto") and checkpoint.look_for("auto", folder)[0] is None
     return cfg.model_copy(
         update={
-            "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
-            "train": cfg.train.model_copy(update={"overwrite": False}),
+            "checkpoint": cfg.checkpoint.model_copy(update={"resume": resume if is_from_elsewhere else "auto"}),
+            "train": cfg.train.model_copy(update={"overwrite": is_from_elsewhere}),  # what that began
         }
     )
 

@@ -40,7 +40,8 @@ def know_references(session: Session) -> None:
     every: list[Inputs] = [batches, session.examined] if session.examined else [batches]
     answers, is_main = 2 * sum(map(len, every)), session.accelerator.is_main_process
     with distributed.long_wait():  # all of their bytes: of two versions of a model one tensor may differ
-        sums = checksums(Path(model.path), "*.safetensors") if is_main and Path(model.path).is_dir() else None
+        folder = loading.folder_of(model.path, revision=model.revision)
+        sums = checksums(folder, "*.safetensors") if is_main else None
     key: list[Any] = [each.rows.fingerprint for each in every] + [
         loading.identity(model.path, revision=model.revision, weights=False),
         sums,

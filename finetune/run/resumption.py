@@ -82,8 +82,9 @@ class Resumption:
             names: of the figures that every evaluation has now.
         """
         checkpoint.restore(self.checkpoint, self.launch, accelerator, model, optimizer, weights_only=self.weights_only)
-        length: dict[str, Any] = {"steps": batches.steps, "tokens_of": lambda step: batches.step(step).trained_tokens}
-        for line in resuming.describe(self.checkpoint, **self._now, **length):
+        with distributed.long_wait():  # a stream is read up to there, while nobody waits in a step's collective
+            tokens = batches.step(self.checkpoint.step).trained_tokens
+        for line in resuming.describe(self.checkpoint, **self._now, steps=batches.steps, tokens=tokens):
             say(line)
         progress = Progress.read(self.checkpoint.contents["progress"])
         folder, section = Path(self.cfg.train.output_dir), self.cfg.eval

@@ -1,18 +1,18 @@
 """What a person sees of a run: a progress bar in a terminal, plain lines in a file. Main process only."""
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from finetune.run.sparkline import Sparkline
+from finetune.run.standard_output import console
 from finetune.units import spoken
 
 MOST_OF_COURSE = 32
@@ -25,9 +25,7 @@ class Preparing:
     EVERY_SECONDS = 20.0
 
     def __init__(self, *, shown: bool) -> None:
-        self.console = Console(
-            quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
-        )
+        self.console = console(shown=shown)
         self.status = self.console.status("") if self.console.is_terminal else None
         self.doing, self.told = "", 0.0
 
@@ -83,11 +81,7 @@ class Screen:
             every: steps between lines in a file.
             scores: what figures of an evaluation are called, by their keys.
         """
-        # A notebook gets plain lines too: processes forked from it can send nothing else, and though it asks for
-        # colours (FORCE_COLOR) it is no terminal in which a bar could be redrawn.
-        self.console = Console(
-            quiet=not shown, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=sys.stdout.isatty()
-        )
+        self.console = console(shown=shown)
         self.total_steps, self.every, self.scores = total_steps, every, scores or {}
         self.losses = Sparkline()
         self.bar = _Bar(

@@ -37,7 +37,7 @@ from finetune.data.sampler import micro_batches
 from finetune.data.streaming import Stream
 from finetune.data.template_process import end_of_turn
 from finetune.errors import RunInterrupted, RunStopped, refuse_if_any
-from finetune.models import loading, weights
+from finetune.models import generation_settings, loading, weights
 from finetune.models.flops import training_flops
 from finetune.models.spec import ModelSpec
 from finetune.optim.optimizer import state_bytes
@@ -48,7 +48,7 @@ from finetune.run import improvement, model_setup, opening, result
 from finetune.run.between_steps import between_steps
 from finetune.run.examination import Examination
 from finetune.run.logbook import Logbook
-from finetune.run.preflight import checkpoint_problems, folder_problems, weight_files
+from finetune.run.preflight import folder_problems, room_problems, weight_files
 from finetune.run.resumption import Resumption
 from finetune.run.run_result import RunResult
 from finetune.run.screen import Screen
@@ -126,8 +126,7 @@ class Session:
             refuse_if_any(gather_object(weights.not_finite(files, **self.share)))
             sizes = planned.sizes.agreed(gather_object([planned.sizes]))
             self.cfg = self.cfg.model_copy(update={"train": sizes.written_into(self.cfg.train)})
-            self.batches.micro_batch_size = sizes.micro_batch_size
-            self.plan = planned.plan
+            self.batches.micro_batch_size, self.plan = sizes.micro_batch_size, planned.plan
             known, template = (self.cfg, self.launch, self.spec), self.tokenizer.chat_template
             self.record = opening.new_record(*known, fingerprints, template, self.batches, self.held_out, self.plan)
             for line in opening.introduction(*known, self.batches, self.held_out, planned.lines):
@@ -153,18 +152,18 @@ class Session:
         Raises:
             InputError: if it cannot be loaded, is not the checkpoint's, or its checkpoints have no room on the disk.
         """
-        cfg, train, launched = self.cfg, self.cfg.train, (self.accelerator, self.launch)
+        train, launched = self.cfg.train, (self.accelerator, self.launch)
         device = distributed.loading_device(*launched, self.spec.quantised_bytes)
         if device != self.accelerator.device:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
-        model, self.beginning = model_setup.load_model(*launched, self.spec, cfg.adapter, train, device)
-        loading.stop_at(model, self.tokenizer.eos_token_id, end_of_turn(self.tokenizer))
+        model, self.beginning = model_setup.load_model(*launched, self.spec, self.cfg.adapter, train, device)
+        generation_settings.stop_at(model, self.tokenizer.eos_token_id, end_of_turn(self.tokenizer))
         self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed, fillers=1 + self.batches.paired)
         self.trained_shapes = distributed.trained_shapes(model)
         if self.resumption:
             refuse_if_any(resuming.weight_problems(self.resumption.checkpoint, self.trained_shapes))
         self.checkpoint_bytes = resuming.bytes_of(self.trained_shapes, train)
-        refuse_if_any(checkpoint_problems(cfg, self.batches.steps, self.checkpoint_bytes))
+        refuse_if_any(room_problems(self.cfg, self.spec, self.batches.steps, self.trained_shapes, self.own))
         self.flops = training_flops(**loading.shape(model), mean_row_length=self.batches.attended_tokens)
         return model
 
@@ -255,7 +254,8 @@ class Session:
         """The run may have ended between the checkpoint of a step and the evaluation after it."""
         step, metrics = self.progress.step, resumption.known_metrics(self.progress)
         is_lacking = not self.examination.names <= set(metrics)
-        if is_lacking and (resumption.is_same_run or step == self.batches.steps) and self._evaluates_after(step):
+        is_last = step == self.batches.steps or improvement.has_stopped(self.cfg.eval, self.progress)
+        if is_lacking and (is_last or (resumption.is_same_run and self._evaluates_after(step))):
             metrics |= self.examination.figures()
             self.screen.evaluation(metrics)
             self.logbook.complete(step, metrics)

@@ -65,7 +65,7 @@ def _shared_sizes(text: PreTrainedConfig, skeleton: PreTrainedModel) -> tuple[tu
     if tensor_plan.puts_together(skeleton):
         return ()
     known = {key: getattr(text, key, None) for key in DIVIDED}
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // packing_support.heads_of(text)[0]
     return (*((key, size) for key, size in known.items() if isinstance(size, int)), ("head_dim", head_size))
 
 

@@ -103,7 +103,8 @@ class Meter:
         """Take up a step; return the metrics that can be read without waiting (on a GPU those of the step before).
 
         Args:
-            rows: tells ``file:line`` of each row of the step, all processes; asked only if the run stops.
+            rows: tells ``file:line`` of each place of the step, all processes, with an empty text where the run has no
+                row left; asked only if the step is bad.
             losses: sum of the losses of each of this process's micro-batches, on its device.
             figures: of this process, by their names.
             divide_by: what the mean loss of the step is of: its trained tokens, for example.
@@ -207,8 +208,9 @@ class Meter:
         self.counters["bad_steps"] += 1
         self.counters["bad_in_a_row"] += 1
         of_step = known["rows"]()
-        size = -(-len(of_step) // losses.numel())
+        size = len(of_step) // losses.numel()
         rows = [row for i in bad for row in of_step[i * size : (i + 1) * size]] if bad else of_step
+        rows = [row for row in rows if row]  # a run may end within a global batch
         figure = "loss" if bad else "gradient norm"
         if self.counters["bad_in_a_row"] >= self.max_bad_steps:
             steps = f"{self.max_bad_steps} steps in a row" if self.max_bad_steps > 1 else "the step"

@@ -1,8 +1,9 @@
-"""The types of keys that take numbers."""
+"""The types of keys that take numbers or paths."""
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 
@@ -25,3 +26,6 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 LessThanOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 UpToOne = Annotated[float, Field(gt=0, le=1), NUMBER]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""The shell expands ~ neither in a file nor behind an equals sign, and a folder of this name is easily removed with all
+that is in the home folder."""
