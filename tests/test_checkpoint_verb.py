@@ -157,8 +157,9 @@ def save_run(run: Path, base: Path, **changes: Any) -> Any:
     model = trained_model(base, config)
     weights = {f"weights/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     strategy = {"name": "fsdp2", "processes": 2, "precision": "bf16"}
+    read = {"base": models.identity(str(base), revision=None, weights=config["adapter"]["type"] != "none")}
     contents = {
-        "run": {"config": config, "strategy": strategy, "chat_template": tiny.CHATML},
+        "run": {"config": config, "strategy": strategy, "chat_template": tiny.CHATML, "data": read},
         "progress": {"step": 3, "metrics": [{"step": 3, "loss": 1.25, "eval_loss": 1.5}], "eval_loss": 2.5},
     }
 
@@ -227,8 +228,8 @@ def test_an_export_is_refused_before_anything_is_written(
     save_run(run, model_folder)
     other_base = tiny.build_model_folder(tmp_path / "base", hidden_size=128)
 
-    def refused(sentence: str, to: Path = output) -> None:
-        code, _, told = run_cli(capsys, "export", run, "--output", to)
+    def refused(sentence: str, to: Path = output, *more: Any) -> None:
+        code, _, told = run_cli(capsys, "export", run, "--output", to, *more)
         assert code == 2
         assert sentence in told
         assert not output.exists()
@@ -247,7 +248,28 @@ def test_an_export_is_refused_before_anything_is_written(
     save_run(run, other_base)
     shutil.rmtree(run / "checkpoints/step-00000004")
     shutil.copy(model_folder / "config.json", other_base / "config.json")
-    refused("does not fit")
+    refused("would compute otherwise; restore it, or take it all the same with --base-model")
+    refused("does not fit", output, "--base-model", other_base)
+    shutil.rmtree(other_base)
+    refused("If the base was moved, give its folder with --base-model.")
+    refused(f"--base-model: there is no folder {other_base}", output, "--base-model", other_base)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_checkpoint_whose_base_was_moved_is_exported_with_its_new_folder(
+    adapter: str, model_folder: Path, weights_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = shutil.copytree(model_folder if adapter == "none" else weights_folder, tmp_path / "base")
+    save_run(tmp_path / "run", base, adapter__type=adapter)
+    assert run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "before")[0] == 0
+    moved = base.rename(tmp_path / "moved")
+    command = ["export", tmp_path / "run", "--output", tmp_path / "after", "--base-model", moved]
+    assert run_cli(capsys, *command)[0] == 0
+    (weights,) = (path.name for path in (tmp_path / "before").glob("*.safetensors"))
+    assert (tmp_path / "after" / weights).read_bytes() == (tmp_path / "before" / weights).read_bytes()
+    if adapter == "lora":
+        named = json.loads((tmp_path / "after" / "adapter_config.json").read_text())
+        assert named["base_model_name_or_path"] == str(moved)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=repr)

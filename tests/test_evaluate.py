@@ -71,6 +71,46 @@ def test_scores_on_the_rows_of_the_run_are_those_that_the_run_recorded(run: Path
     assert before["differences"]["loss"]["value"] == pytest.approx(gained, abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def run_of_a_fraction(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run that held out a fraction of its training rows."""
+    folder = tmp_path_factory.mktemp("fraction")
+    rows = tiny.write_conversations(folder / "rows.jsonl", rows=40)
+    train = {"output_dir": str(folder / "run"), "steps": 2, "global_batch_size": 8, "learning_rate": 1e-2}
+    data = {"train": str(rows), "eval": 0.25, "max_length": 64}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        sft.main(sft.Config.model_validate({"model": {"path": str(base)}, "data": data, "train": train}))
+    return folder / "run"
+
+
+def test_the_rows_of_a_fraction_are_those_that_the_run_held_out(
+    run_of_a_fraction: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    record = yaml.safe_load((run_of_a_fraction / "run.yaml").read_text())
+    answers = tmp_path / "answers.jsonl"
+    (found,) = as_json(capsys, str(run_of_a_fraction), "--score", "loss")["models"]
+    assert found["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["after"], abs=1e-5)
+    assert 0 < found["scores"]["loss"]["rows"] < 40
+    models = as_json(capsys, str(run_of_a_fraction), "--compare", "--score", "loss")["models"]
+    assert models[0]["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["before"], abs=1e-5)
+    assert models[1] == found
+    command = ["evaluate", str(run_of_a_fraction), "--limit", "3", "--max-new-tokens", "4", "--output", str(answers)]
+    assert main(command) == 0
+    assert len(answers.read_text().splitlines()) == 3
+
+
+def test_held_out_pairs_are_refused_since_they_have_no_answer(
+    run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    folder = shutil.copytree(run_of_a_fraction / "final", tmp_path / "model")
+    record = yaml.safe_load((folder / "run.yaml").read_text())
+    (folder / "run.yaml").write_text(yaml.safe_dump(record | {"config": record["config"] | {"dpo": {}}}))
+    assert main(["evaluate", str(folder)]) == 2
+    assert "held out pairs, which have no answer to score; name a file" in capsys.readouterr().err
+
+
 def test_the_loss_of_a_pretraining_run_is_the_one_that_it_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = tiny.build_model_folder(tmp_path / "model")
     train, held_out = (

@@ -193,7 +193,7 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan = verbs.add_parser(
         "plan",
         help="predict what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
-        usage="finetune plan CONFIG_OR_MODEL --gpus GPUS [--section.key VALUE ...] [options]",
+        usage="finetune plan CONFIG_OR_MODEL [--gpus GPUS] [--section.key VALUE ...] [options]",
         description="Predict what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
         "a recipe, or --config FILE, and the recipe's flags; or only a model. Reads nothing but the model's "
         "config.json. The exit code is 0 if something fits, 1 if nothing fits, 2 for wrong input.",
@@ -261,6 +261,7 @@ def _add_checkpoint(verbs: "argparse._SubParsersAction[_Parser]") -> None:
             "path", metavar="RUN_OR_CHECKPOINT", type=Path, help="folder of a checkpoint, or output folder of a run"
         )
     export.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to create")
+    export.add_argument("--base-model", metavar="PATH", help="folder of the base model, if it was moved")
     trusts_code(export)
     for action, run in ((ls, _list_checkpoints), (verify, _verify_checkpoints), (export, _export_checkpoint)):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -347,10 +348,11 @@ def _verify_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> int:
-    ask_for_trained(options.path)
+    ask_for_trained(options.path, options.base_model)
     from finetune.export.checkpoint_export import describe, export
 
-    result = export(options.path, options.output, trust_remote_code=options.trust_remote_code)
+    more = {"base_model": options.base_model, "trust_remote_code": options.trust_remote_code}
+    result = export(options.path, options.output, **more)
     print(json.dumps(result, indent=2) if options.json else describe(result))
     return 0
 

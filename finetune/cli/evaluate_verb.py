@@ -4,9 +4,10 @@ import argparse
 import gc
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,6 +53,8 @@ class Asked:
     rows: list[TaskRow]
     scores: list[Score]
     has_loss: bool
+    held_out: frozenset[str] | None = None
+    """Which rows of the sources are asked, as ``file:line``; None for all."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,15 @@ def evaluate(options: argparse.Namespace) -> int:
     manner = Manner(max_new_tokens=options.max_new_tokens)
     for path in filter(None, (options.model, options.other)):
         _refuse_no_model(path)
-    asked = _asked(options)
+    first = cache(lambda: unloaded(options.model, options))
+    asked = _asked(options, lambda: first().known[-1])
     output = None if options.output is None else Path(options.output)
     if output is not None and output.exists():
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
     lost = lost_keys([row.prompt for row in asked.rows], (_EVALUATION,)) if output is not None else []
     refuse_if_any(shortened(lost, "kept as they are"))
     with _created(output) as file:
-        models = [unloaded(path, options) for path in filter(None, (options.model, options.other))]
+        models = [first()] + ([unloaded(options.other, options)] if options.other else [])
         ready = [[_ready(known, asked, options) for known in each.known] for each in models]
         names = [known.name for each in models for known in each.known]
         judged: list[Judgement] = []
@@ -136,19 +140,23 @@ def _refuse_no_model(path: str) -> None:
         result_at(Path(path))
 
 
-def _asked(options: argparse.Namespace) -> Asked:
-    own = _data_of_run(options.model)
+def _asked(options: argparse.Namespace, known: Callable[[], Known]) -> Asked:
+    own, is_paired = _data_of_run(options.model)
+    held_out = None
     written = options.score or []
     scores = [score_of(each) for each in written if each != LOSS]
     if options.data is not None:
         named, key = [Source(options.data)], "--data"
+    elif own is not None and isinstance(own.eval, float) and not is_paired:
+        named, key = named_sources(own.train), f"data.train of {options.model}:"
+        held_out = _held_out_fraction(named, own, own.eval, known())
     else:
         named, key = _held_out(options.model, own), f"data.eval of {options.model}:"
     settings = own or sections.Data(train=named[0].path)
     columns = tuple(settings.columns.items())
-    rows = read_task_rows(named, key, columns=columns, limit=options.limit)
-    known = {field: column for field, column in columns if any(column in row.prompt.record for row in rows)}
-    settings = settings.model_copy(update={"columns": known})  # those of a run may be other files' columns
+    rows = read_task_rows(named, key, columns=columns, limit=options.limit, only=held_out)
+    present = {field: column for field, column in columns if any(column in row.prompt.record for row in rows)}
+    settings = settings.model_copy(update={"columns": present})  # those of a run may be other files' columns
     is_trained = all(detect(renamed(row.prompt.record, columns)) is not None for row in rows)
     if LOSS in written and not is_trained:
         raise InputError(
@@ -162,19 +170,20 @@ def _asked(options: argparse.Namespace) -> Asked:
     has_loss = LOSS in written or (not written and is_trained and not has_choices)
     if not scores and not has_loss:
         raise InputError(f"{key} has questions without answers, of which there is nothing to score; add an answer.")
-    return Asked(named, settings, rows, scores, has_loss)
+    return Asked(named, settings, rows, scores, has_loss, held_out)
 
 
-def _data_of_run(path: str) -> sections.Data | None:
-    """The section data of a run's configuration; None for a model that no run left."""
+def _data_of_run(path: str) -> tuple[sections.Data | None, bool]:
+    """The section data of a run's configuration (None for a model that no run left), and whether its rows are pairs."""
     run = result_at(Path(path)).run if Path(path).exists() else None
     if run is None:
-        return None
+        return None, False
     try:
-        written = yaml.safe_load(run.read_text(encoding="utf-8"))["config"]["data"]
+        config = yaml.safe_load(run.read_text(encoding="utf-8"))["config"]
+        written = config["data"]
         # rows are scored one by one; the packing of a corpus has a choice more than that of other recipes
         known = {key: value for key, value in written.items() if key in sections.Data.model_fields and key != "packing"}
-        return sections.Data.model_validate(known)
+        return sections.Data.model_validate(known), "dpo" in config
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
             f"{run} is not the record of a run ({first_line(error)}); copy the model elsewhere without it."
@@ -189,9 +198,21 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
     if data is None:
         raise InputError(f"No run.yaml says which rows were held out for {path}; name a file with --data.")
     if data.eval is None or isinstance(data.eval, float):
-        why = "held none out" if data.eval is None else f"held out {data.eval:g} of its training rows, in no file"
+        why = "held none out" if data.eval is None else "held out pairs, which have no answer to score"
         raise InputError(f"The run {path} {why}; name a file with --data.")
     return named_sources(data.eval)
+
+
+def _held_out_fraction(train: list[Source], data: sections.Data, fraction: float, known: Known) -> frozenset[str]:
+    """The training rows that a run did not train, as ``file:line``; a long text in several rows only as a whole.
+
+    Raises:
+        InputError: if the sources hold none, or cannot be read.
+    """
+    settings = settings_of(data, known.tokenizer, known.end_tokens)
+    rows = dataset.read_rows(train, known.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
+    trained, held_out = ({row.source for row in side} for side in dataset.split(rows, fraction))
+    return frozenset(held_out - trained)  # several subsets of a hub dataset may give their rows the same names
 
 
 def _ready(known: Known, asked: Asked, options: argparse.Namespace) -> Ready:
@@ -220,7 +241,8 @@ def _held_out_rows(speaker: Known, asked: Asked) -> list[Row]:
         data = data.model_copy(update={"max_length": speaker.positions})
     settings = settings_of(data, speaker.tokenizer, speaker.end_tokens)
     rows = dataset.read_rows(asked.sources, speaker.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
-    found = [row for row in _made_of(asked.rows, rows) if row.trained_tokens]
+    chosen = rows if asked.held_out is None else (row for row in rows if row.source in asked.held_out)
+    found = [row for row in _made_of(asked.rows, chosen) if row.trained_tokens]
     if not found:
         raise InputError(
             f"At data.max_length {data.max_length} no trained token is left of what is asked, so that it "
@@ -320,11 +342,10 @@ def _told(measured: Measured) -> tuple[str, str]:
 
 def _of(measured: Measured, value: float, interval: Interval, sign: str = "") -> tuple[str, str]:
     """A value and its interval in words: a loss in nats, anything else in percent."""
-    if measured.name == LOSS:
-        low, high = (f"{each:{sign}.4f}" for each in interval)
-        return f"{value:{sign}.4f}", f"{low} to {high}"
-    low, high = (f"{100 * each:{sign}.1f}" for each in interval)
-    return f"{100 * value:{sign}.1f} %", f"{low} to {high} %"
+    is_loss, known = measured.name == LOSS, _finite(interval)
+    shown = [f"{each:{sign}.4f}" if is_loss else f"{100 * each:{sign}.1f}" for each in (value, *(known or ()))]
+    unit = "" if is_loss else " %"
+    return shown[0] + unit, f"{shown[1]} to {shown[2]}{unit}" if known else ""
 
 
 def _p(p: float) -> str:

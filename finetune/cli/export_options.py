@@ -42,6 +42,10 @@ def _export(options: argparse.Namespace) -> int:
     if options.public and options.push is None:
         raise InputError("--public is for --push; leave it out.")
     results = {}
+    if options.push is not None:
+        from finetune.export.hub_upload import upload, uploaded
+
+        uploaded(options.model, options.push)  # refused before minutes of writing
     if options.gguf is not None:
         from finetune.export.gguf_file import describe, write_gguf
 
@@ -49,8 +53,6 @@ def _export(options: argparse.Namespace) -> int:
         if not options.json:
             print(describe(results["gguf"]))
     if options.push is not None:
-        from finetune.export.hub_upload import upload
-
         results["push"] = upload(
             options.model, options.push, public=options.public, say=lambda line: print(line, file=sys.stderr)
         )

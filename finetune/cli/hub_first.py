@@ -93,15 +93,20 @@ def ask_for_run(arguments: Sequence[str]) -> None:
         ask_for_data(entries)
 
 
-def ask_for_trained(path: Path) -> None:
+def ask_for_trained(path: Path, base_model: str | None = None) -> None:
     """Ask for the model that a run began with, by its checkpoint or its output folder.
+
+    Args:
+        base_model: which is not where the run found it.
 
     Raises:
         InputError: if the hub denies it, or does not answer and the cache does not have it.
     """
     model = _section(path, "model") or _section(path.absolute().parent.parent, "model")
-    if isinstance(model.get("path"), str):
-        ask_for_model(model["path"], model.get("revision"))
+    base = base_model or model.get("path")
+    if isinstance(base, str):
+        revision = model.get("revision") if base_model is None else None
+        ask_for_model(base, revision, instead="its folder with --base-model")
 
 
 def _section(run: Path, name: str) -> dict[str, Any]:

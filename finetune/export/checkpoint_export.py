@@ -28,26 +28,30 @@ from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
 
 
-def export(path: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+def export(
+    path: Path, folder: Path, *, base_model: str | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Write the model or adapter of a checkpoint to a new folder, complete or not at all.
 
     Args:
         path: a checkpoint, or a run, of which the newest checkpoint is used.
+        base_model: folder or hub id of the base, if it is not where the run found it.
         trust_remote_code: run the code that comes with the model.
 
     Returns:
         What was written, for JSON.
 
     Raises:
-        InputError: if the checkpoint is incomplete, damaged, or not of a fine-tuning run; or if the folder exists.
+        InputError: if the checkpoint is incomplete, damaged, or not of a fine-tuning run; if its base is missing or has
+            changed; or if the folder exists.
     """
     models.quiet()
     prepare_import()  # transformers imports DeepSpeed, where it is installed, when it saves
     checkpoint = open_checkpoint(path)
     refuse_if_any(new_folder.problems(folder) + checkpoint.damaged())
     config, run = _record(checkpoint)
+    config = config | {"model": _base(config, run, base_model)}
     named = config["model"]
-    refuse_if_any(models.problems(named["path"], named["tokenizer"], None))
     source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": trust_remote_code}
     template = config["data"].get("chat_template")
     by_name = template if template in NAMED else None  # no file that a checkpoint names is opened: its text is kept
@@ -122,6 +126,32 @@ def _record(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     if not run or not config or not told or "progress" not in checkpoint.contents:
         raise InputError(f"{checkpoint.path} has no configuration of its run; give a checkpoint of recipes/sft.py.")
     return config, run
+
+
+def _base(config: dict[str, Any], run: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """The section model of the run's configuration, with the base where that is now.
+
+    Raises:
+        InputError: if it is missing; if its config.json, which becomes that of the result, has changed.
+    """
+    named: dict[str, Any] = config["model"]
+    if base_model is not None:
+        problems = models.problems(base_model, named["tokenizer"], None)
+        refuse_if_any([each.replace("model.path", "--base-model") for each in problems])
+        return named | {"path": base_model, "revision": None}
+    path = named["path"]
+    if problems := models.problems(path, named["tokenizer"], None):
+        raise InputError(f"{problems[0]} If the base was moved, give its folder with --base-model.")
+    is_known_by_weights = config["adapter"]["type"] != "none" or "dpo" in config  # which may not be here any more
+    if (
+        not is_known_by_weights
+        and models.identity(path, revision=named["revision"], weights=False) != run["data"]["base"]
+    ):
+        raise InputError(
+            f"The config.json of {path} is not the one that the run began with, so that the exported model would "
+            f"compute otherwise; restore it, or take it all the same with --base-model {path}."
+        )
+    return named
 
 
 def _section(config: dict[str, Any]) -> sections.Adapter:

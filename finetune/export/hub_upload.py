@@ -35,17 +35,12 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         What was uploaded, for JSON.
 
     Raises:
-        InputError: if there is no such result, no login, no network, or the hub refuses it.
+        InputError: as ``uploaded``; without a network; if the hub refuses it.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-    result = result_at(path)
-    files = files_of(result)
-    if name.count("/") != 1:
-        raise InputError(f"--push {name}: give the repository with its owner, OWNER/NAME.")
-    if get_token() is None:
-        raise InputError(f"--push {name}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN.")
+    result, files = uploaded(path, name)
     card = card_of(result)
     size = sum(file.stat().st_size for file in files)
     say(f"Uploading {len(files)} files ({size / 1e6:,.1f} MB) of {result.folder} to {name}:")
@@ -75,6 +70,23 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         ) from error
     told = {"files": sorted(contents), "removed": sorted(stale), "bytes": size}
     return {"repository": str(made), "commit": commit.oid} | told
+
+
+def uploaded(path: Path, name: str) -> tuple[Result, list[Path]]:
+    """What ``upload`` takes, and its files, before it asks the hub.
+
+    Raises:
+        InputError: if there is no such result, or no login.
+    """
+    from huggingface_hub import get_token
+
+    result = result_at(path)
+    files = files_of(result)
+    if name.count("/") != 1:
+        raise InputError(f"--push {name}: give the repository with its owner, OWNER/NAME.")
+    if get_token() is None:
+        raise InputError(f"--push {name}: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN.")
+    return result, files
 
 
 def _is_of_a_result(name: str) -> bool:

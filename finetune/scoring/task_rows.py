@@ -5,7 +5,7 @@ number of the right one, from 0, or its text, or a letter from A to Z. An answer
 """
 
 import string
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -43,7 +43,12 @@ class TaskRow:
 
 
 def read_task_rows(
-    named: Sequence[Source], key: str, *, columns: Columns = (), limit: int | None = None
+    named: Sequence[Source],
+    key: str,
+    *,
+    columns: Columns = (),
+    limit: int | None = None,
+    only: Container[str] | None = None,
 ) -> list[TaskRow]:
     """The rows of some sources, in their order.
 
@@ -52,6 +57,7 @@ def read_task_rows(
         columns: names that formats know, by the names in the rows, as of data.columns; rows without them are read by
             the names that they have.
         limit: take this many at most, from the beginning.
+        only: take those of these names, as ``file:line``; None for all.
 
     Raises:
         InputError: with file and line of the first rows that cannot be used; there is no such file, or nothing in it.
@@ -59,7 +65,8 @@ def read_task_rows(
     refuse_if_any([f"{key} {problem}" for problem in sources.problems(named)])
     found: list[TaskRow] = []
     wrong: list[str] = []
-    for each in islice((record for source in named for record in sources.read(source)), limit):
+    records = (record for source in named for record in sources.read(source))
+    for each in islice((each for each in records if only is None or each.source in only), limit):
         try:
             if not isinstance(each, Record):
                 raise BadRow(each.reason)

@@ -39,7 +39,9 @@ def _nothing_fits(plan: Plan) -> tuple[str, ...]:
         found = [
             f"Nothing fits, and no similar option does: {least.name} needs {worst.bytes / GIB:,.1f} GiB of "
             f"{worst.what}, but there are {(worst.there or 0) / GIB:,.1f} GiB.",
-            "Use more or larger GPUs, or a smaller model.",
+            "Use more or larger GPUs, or a smaller model."
+            if worst is least.gpu
+            else f"Use more machines, machines with more {worst.what}, or a smaller model.",
         ]
     else:
         host = f", with {_host_memory(nearest.row)}" if nearest.row.offloads else ""
