@@ -193,7 +193,7 @@ def _add_plan(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     plan = verbs.add_parser(
         "plan",
         help="predict what fits on which GPUs, under which strategy, and how fast, before anything is loaded",
-        usage="finetune plan CONFIG_OR_MODEL [--gpus GPUS] [--section.key VALUE ...] [options]",
+        usage="finetune plan CONFIG_OR_MODEL [--section.key VALUE ...] [options]",
         description="Predict what fits on which GPUs, under which strategy, and how fast. Takes a configuration of "
         "a recipe, or --config FILE, and the recipe's flags; or only a model. Reads nothing but the model's "
         "config.json. The exit code is 0 if something fits, 1 if nothing fits, 2 for wrong input.",
