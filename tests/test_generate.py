@@ -1,8 +1,12 @@
 """``finetune generate`` and ``finetune chat``: a result answers as transformers and PEFT make it answer."""
 
+import errno
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -21,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune.cli.commands import main
+from finetune.cli.generate_verb import opened
 from finetune.data.formats import Example, convert_prompt
 from finetune.data.prompt_texts import Prompt
 from finetune.errors import BadRow, InputError
@@ -471,6 +476,33 @@ def test_rows_of_a_file_come_back_in_their_order_with_their_answers(
     assert len(output.read_text().splitlines()) == 5
 
 
+def test_a_row_with_half_a_surrogate_pair_comes_back_as_it_was(
+    trained: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """As a text that was cut within an emoji has it, in a column that nobody asks."""
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "note": "\ud83d"}) + "\n")
+    command = ["generate", str(trained("lora")), "--prompts", str(file), "--max-new-tokens", "2"]
+    assert main([*command, "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["note"] == "\ud83d"
+    capfd.readouterr()
+    program = f"from finetune.cli.commands import main; main({command!r})"
+    assert json.loads(subprocess.check_output([sys.executable, "-c", program]))["note"] == "\ud83d"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ECONNRESET])
+def test_a_full_disk_is_a_sentence_and_another_error_is_not_taken_for_one(number: int, tmp_path: Path):
+    def write(*, whole: bool) -> None:
+        with opened(tmp_path / "answers.jsonl", whole=whole) as file:
+            print("a line", file=file, flush=True)
+            raise OSError(number, os.strerror(number))
+
+    for whole in (True, False):
+        with pytest.raises(InputError if number == errno.ENOSPC else OSError, match=os.strerror(number)):
+            write(whole=whole)
+        assert (tmp_path / "answers.jsonl").exists() != whole
+
+
 def test_a_row_keeps_its_own_answer_beside_that_of_the_model(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -632,6 +664,18 @@ def test_a_conversation_of_a_program_is_a_line_of_json_for_each_answer(
     assert all("error" in line and "answer" not in line for line in told[4:])
 
 
+def test_a_line_that_is_not_utf8_ends_no_conversation(
+    trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for errors in ("strict", "surrogateescape"):
+        lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + HELLO.encode() + b"\n"), "utf-8", errors)
+        monkeypatch.setattr("sys.stdin", lines)
+        assert main(["chat", str(trained("lora")), "--json", "--max-new-tokens", "2"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [*told[0]] == ["error"]
+        assert errors == "strict" or "answer" in told[1]  # a strict decoder has read on to the end by then
+
+
 def test_a_conversation_ends_with_its_input_and_compares(
     trained: Any, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -657,6 +701,8 @@ def test_a_conversation_ends_with_its_input_and_compares(
         (["a", "--temperature", "-1"], "--temperature -1.0"),
         (["a", "--temperature", "nan"], "--temperature nan"),
         (["a", "--top-p", "0.9"], "add --temperature"),
+        (["a", "--seed", "-1"], "--seed -1: give 0"),
+        (["caf\udce9"], "The prompt is not UTF-8"),
         ([" "], "The prompt is empty"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: there is no such data file"),
         (["a", "--chat-template", "missing.jinja"], "--chat-template: there is no file missing.jinja"),

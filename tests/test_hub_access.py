@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -344,6 +345,32 @@ def test_a_model_that_is_missing_in_a_folder_is_not_looked_for_on_the_hub(
         how = {"trust_remote_code": False} | ({"chat_template": None} if ask is models.load_tokenizer else {})
         with pytest.raises(InputError, match=f"^T{said}"):
             ask("runs/other", revision=None, **({} if ask is read_config else how))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"train": "a/b", "eval": "c/d"}, [("c/d", None)]),
+        (
+            {"train": "a/b", "eval": [{"path": "c/d", "revision": "v1", "weight": 2.0}, "e/f"]},
+            [("c/d", "v1"), ("e/f", None)],
+        ),
+        ({"train": [{"path": "a/b", "revision": "v2"}], "eval": 0.1}, [("a/b", "v2")]),
+        ({"train": "a/b", "eval": None}, []),
+        ({"train": "a/b", "eval": [3, {"weight": 1.0}]}, []),
+    ],
+    ids=str,
+)
+def test_the_datasets_that_a_run_held_out_are_asked_for_at_their_revisions(
+    data: Any, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "run.yaml").write_text(json.dumps({"config": {"data": data}}))
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        hub_first, "refuse_without_access", lambda name, *_, revision=None, **__: asked.append((name, revision))
+    )
+    hub_first.ask_for_held_out(str(tmp_path))
+    assert asked == expected
 
 
 def test_the_oldest_models_have_no_owner():

@@ -344,6 +344,16 @@ def test_a_mean_over_a_long_course_is_that_of_numpy():
     assert found[0] == pytest.approx(values[:9].mean())
 
 
+def test_a_mean_forgets_a_huge_value_behind_it():
+    course = [(step, 1e300 if step == 40 else 1.0) for step in range(100)]
+    assert [value for step, value in smoothed(course, 2) if not 38 <= step <= 42] == [1.0] * 95
+
+
+def test_a_run_whose_folder_has_the_signs_of_a_formula_is_drawn(tmp_path: Path):
+    folder = write(tmp_path / "a $x^$ b", metrics(3), record())
+    assert main(["report", str(folder)]) == 0
+
+
 def test_a_long_run_has_a_small_page(tmp_path: Path):
     runs = [RunRead("long", record(), metrics(20_000), 0, True)]
     charts = charts_of(runs)

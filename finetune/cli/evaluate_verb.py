@@ -5,12 +5,12 @@ import gc
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -31,6 +31,7 @@ from finetune.generation.judging import Judgement, Measured, judge
 from finetune.generation.manner import Manner
 from finetune.generation.speaker import Known, Speaker
 from finetune.hub_access import is_hub_id
+from finetune.output.run_reading import finite
 from finetune.run.inputs import settings_of
 from finetune.scoring.asked_rows import AskedRows, asked_rows
 from finetune.scoring.intervals import Interval
@@ -53,6 +54,8 @@ class Asked:
     rows: list[TaskRow]
     scores: list[Score]
     has_loss: bool
+    is_part: bool = False
+    """More rows follow, which are not asked."""
     held_out: frozenset[str] | None = None
     """Which rows of the sources are asked, as ``file:line``; None for all."""
 
@@ -83,7 +86,7 @@ def evaluate(options: argparse.Namespace) -> int:
         raise InputError(f"--output {output} already exists; choose another file. Nothing was written.")
     lost = lost_keys([row.prompt for row in asked.rows], (_EVALUATION,)) if output is not None else []
     refuse_if_any(shortened(lost, "kept as they are"))
-    with _created(output) as file:
+    with opened(output, whole=True) if output else nullcontext() as file:
         models = [first()] + ([unloaded(options.other, options)] if options.other else [])
         ready = [[_ready(known, asked, options) for known in each.known] for each in models]
         names = [known.name for each in models for known in each.known]
@@ -94,7 +97,7 @@ def evaluate(options: argparse.Namespace) -> int:
             del speakers
             gc.collect()  # the GPU may have no room for both models
         if options.json:
-            print(json.dumps(_record(asked, names, judged), indent=2, ensure_ascii=False))
+            print(json.dumps(finite(_record(asked, names, judged)), indent=2, ensure_ascii=False))
         else:
             _print(Console(highlight=False, width=min(WIDTH, Console().width)), asked, names, judged)
         if file is not None:  # after the scores, which no full disk then takes away
@@ -103,24 +106,6 @@ def evaluate(options: argparse.Namespace) -> int:
     if output is not None and not options.json:
         print(f"{len(asked.rows):,} rows with their answers are in {output}")
     return 0
-
-
-@contextmanager
-def _created(output: Path | None) -> Iterator[TextIO | None]:
-    """The file, made before the first answer, and removed if it does not become whole; None for none.
-
-    Raises:
-        InputError: if it cannot be created.
-    """
-    if output is None:
-        yield None
-        return
-    with opened(output) as file:
-        try:
-            yield file
-        except BaseException:
-            output.unlink()
-            raise
 
 
 def _contradictions(options: argparse.Namespace) -> list[str]:
@@ -141,13 +126,18 @@ def _refuse_no_model(path: str) -> None:
 
 
 def _asked(options: argparse.Namespace, known: Callable[[], Known]) -> Asked:
-    own, is_paired = _data_of_run(options.model)
+    own, is_preference = _data_of_run(options.model)
     held_out = None
     written = options.score or []
     scores = [score_of(each) for each in written if each != LOSS]
     if options.data is not None:
         named, key = [Source(options.data)], "--data"
-    elif own is not None and isinstance(own.eval, float) and not is_paired:
+    elif is_preference:
+        raise InputError(
+            f"The run {options.model} learnt preferences, and its held-out rows have no right answer; name a file with "
+            "--data."
+        )
+    elif own is not None and isinstance(own.eval, float):
         named, key = named_sources(own.train), f"data.train of {options.model}:"
         held_out = _held_out_fraction(named, own, own.eval, known())
     else:
@@ -170,11 +160,12 @@ def _asked(options: argparse.Namespace, known: Callable[[], Known]) -> Asked:
     has_loss = LOSS in written or (not written and is_trained and not has_choices)
     if not scores and not has_loss:
         raise InputError(f"{key} has questions without answers, of which there is nothing to score; add an answer.")
-    return Asked(named, settings, rows, scores, has_loss, held_out)
+    return Asked(named, settings, rows, scores, has_loss, options.limit is not None, held_out)
 
 
 def _data_of_run(path: str) -> tuple[sections.Data | None, bool]:
-    """The section data of a run's configuration (None for a model that no run left), and whether its rows are pairs."""
+    """The section data of a run's configuration (None for a model that no run left), and whether it learnt
+    preferences."""
     run = result_at(Path(path)).run if Path(path).exists() else None
     if run is None:
         return None, False
@@ -197,9 +188,9 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
     """
     if data is None:
         raise InputError(f"No run.yaml says which rows were held out for {path}; name a file with --data.")
-    if data.eval is None or isinstance(data.eval, float):
-        why = "held none out" if data.eval is None else "held out pairs, which have no answer to score"
-        raise InputError(f"The run {path} {why}; name a file with --data.")
+    if data.eval is None:
+        raise InputError(f"The run {path} held none out; name a file with --data.")
+    assert not isinstance(data.eval, float)
     return named_sources(data.eval)
 
 
@@ -240,7 +231,12 @@ def _held_out_rows(speaker: Known, asked: Asked) -> list[Row]:
     if speaker.positions is not None and data.max_length > speaker.positions:
         data = data.model_copy(update={"max_length": speaker.positions})
     settings = settings_of(data, speaker.tokenizer, speaker.end_tokens)
-    rows = dataset.read_rows(asked.sources, speaker.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
+    skip = data.on_bad_row == "skip"
+    rows = dataset.read_rows(asked.sources, speaker.tokenizer, settings, skip_bad_rows=skip or asked.is_part)
+    if not skip and asked.is_part:  # bad rows behind the last one that is asked are no matter
+        names = {row.prompt.source for row in asked.rows}
+        bad = [f"{source}: {why}." for source, why in rows.summary["first_rejected"] if source in names]
+        refuse_if_any(bad)
     chosen = rows if asked.held_out is None else (row for row in rows if row.source in asked.held_out)
     found = [row for row in _made_of(asked.rows, chosen) if row.trained_tokens]
     if not found:
@@ -297,7 +293,11 @@ def _record(asked: Asked, names: Sequence[str], judged: Sequence[Judgement]) -> 
 
 def _scored(measured: Measured) -> dict[str, Any]:
     found = {"value": measured.value, "interval": _finite(measured.interval), "rows": len(measured.totals)}
-    return found | ({"perplexity": math.exp(measured.value)} if measured.name == LOSS else {})
+    return found | ({"perplexity": _perplexity(measured.value)} if measured.name == LOSS else {})
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
 
 
 def _finite(interval: Interval) -> list[float] | None:
@@ -312,8 +312,8 @@ def _print(console: Console, asked: Asked, names: Sequence[str], judged: Sequenc
         for measured in judged[0].measured:
             table.add_row(escape(measured.name), *_told(measured), f"{len(measured.totals):,}")
             if measured.name == LOSS:
-                low, high = (math.exp(min(each, 700.0)) for each in measured.interval)
-                table.add_row("perplexity", f"{math.exp(measured.value):.4g}", f"{low:.4g} to {high:.4g}", "")
+                value, *ends = map(_perplexity, (measured.value, *(_finite(measured.interval) or ())))
+                table.add_row("perplexity", f"{value:.4g}", " to ".join(f"{each:.4g}" for each in ends), "")
         console.print(table)
         return
     for letter, name in zip("AB", names):
@@ -349,4 +349,4 @@ def _of(measured: Measured, value: float, interval: Interval, sign: str = "") ->
 
 
 def _p(p: float) -> str:
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
+    return "" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"

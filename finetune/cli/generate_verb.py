@@ -1,6 +1,8 @@
 """``finetune generate``: the answer to a prompt, or to every row of a file."""
 
 import argparse
+import errno
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +27,9 @@ from finetune.scoring.task_rows import shortened
 
 _ANSWERS = ("answer", "base_answer")
 """Keys of the answers to a row: that of the model, and that of the one that it was trained from."""
+ESCAPED = "backslashreplace"
+"""How text that cannot be encoded is written: as a string of JSON has it too."""
+OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OWN = "own_"
 """Before the name of a row's own key that has the name of one of these."""
 
@@ -72,7 +77,7 @@ def generate(options: argparse.Namespace) -> int:
     refuse_if_any(_contradictions(options))
     manner = manner_of(options)
     if options.prompts is None:
-        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        text = _text_of(options.prompt)
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
     prompts = read_prompts(options.prompts, columns_of(options.model))
     refuse_if_any(shortened(lost_keys(prompts, _ANSWERS[: 1 + options.compare]), "kept as they are"))
@@ -93,6 +98,20 @@ def generate(options: argparse.Namespace) -> int:
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
     return 0
+
+
+def _text_of(prompt: str) -> str:
+    """A prompt, which is read from standard input for a dash.
+
+    Raises:
+        InputError: if it is not UTF-8.
+    """
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise InputError("The prompt is not UTF-8; convert it, for example with iconv -t UTF-8.") from error
+    return text
 
 
 def _contradictions(options: argparse.Namespace) -> list[str]:
@@ -171,22 +190,34 @@ def beside(record: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]
 
 
 @contextmanager
-def opened(output: Path | None) -> Iterator[TextIO]:
-    """The file to create, or standard output for none. It is removed again if nothing comes to be in it.
+def opened(output: Path | None, *, whole: bool = False) -> Iterator[TextIO]:
+    """The file of lines of JSON to create, or standard output for none. It is removed again if nothing comes to be in
+    it. Halves of pairs of surrogates, which UTF-8 has no bytes for, are written as JSON escapes them.
+
+    Args:
+        whole: remove it too if it does not become whole.
 
     Raises:
-        InputError: if it cannot be created.
+        InputError: if it cannot be created, or its disk is full.
     """
     if output is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=ESCAPED)
         yield sys.stdout
         return
     try:
-        file = output.open("x", encoding="utf-8")
+        file = output.open("x", encoding="utf-8", errors=ESCAPED)
     except OSError as error:
         raise InputError(f"--output {output} cannot be created ({error.strerror}); choose another file.") from error
+    is_whole = False
     try:
         with file:
             yield file
+        is_whole = True
+    except OSError as error:
+        if error.errno not in OF_A_FULL_DISK:
+            raise
+        raise InputError(f"--output {output} could not be written ({error.strerror}); free some space.") from error
     finally:
-        if output.is_file() and output.stat().st_size == 0:
+        if output.is_file() and (output.stat().st_size == 0 or (whole and not is_whole)):
             output.unlink()

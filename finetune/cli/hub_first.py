@@ -65,10 +65,14 @@ def ask_for_held_out(path: str) -> None:
     Raises:
         InputError: if the hub denies one, or does not answer and the cache does not have it.
     """
-    held_out = _section(Path(path), "data").get("eval")
+    data = _section(Path(path), "data")
+    held_out = data.get("train" if isinstance(data.get("eval"), float) else "eval")
     entries = held_out if isinstance(held_out, list) else [held_out]
-    names = [entry.get("path") if isinstance(entry, dict) else entry for entry in entries]
-    ask_for_data([name for name in names if isinstance(name, str)])
+    known = [
+        {key: entry[key] for key in ("path", "revision") & entry.keys()} for entry in entries if isinstance(entry, dict)
+    ]
+    named = [entry for entry in known if isinstance(entry.get("path"), str)]
+    ask_for_data([*named, *(entry for entry in entries if isinstance(entry, str))])
 
 
 def ask_for_run(arguments: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ def train(options: argparse.Namespace) -> int:
         SystemExit: after ``--print_config``.
     """
     arguments = ["--config", options.config, *options.others]
-    script = _script(options, arguments)
+    script, folder = _script(options, arguments)
     named = None if options.strategy is None else _path_of(options.strategy)
     if options.size is not None and named is None:
         raise InputError(f"--size {_as_given(options.size)} is that of a strategy; name it with --strategy.")
@@ -90,21 +90,21 @@ def train(options: argparse.Namespace) -> int:
         return 0
     exit_code = launch(file, processes, precision, threads, script, arguments, flags=[*chain(*sizes)])
     if options.json:
-        print(json.dumps({"exit_code": exit_code} | _outcome(options, arguments, exit_code)))
+        print(json.dumps({"exit_code": exit_code} | _outcome(folder, exit_code)))
     return exit_code
 
 
-def _outcome(options: argparse.Namespace, arguments: Sequence[str], exit_code: int) -> dict[str, Any]:
-    """What a run has left; nothing is known of a recipe of the user's own."""
-    if options.recipe is not None:
+def _outcome(folder: Path | None, exit_code: int) -> dict[str, Any]:
+    """What a run has left in its output folder."""
+    if folder is None:
         return {}
-    folder = Path(parse(class_of(arguments), arguments).train.output_dir)
     record = read_run(folder) if exit_code == 0 else {}
     return {"output_dir": str(folder), "eval_loss": record.get("eval_loss")}
 
 
-def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
-    """The recipe: the user's own, else ours in the current folder, else the one that came with the package."""
+def _script(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Path, Path | None]:
+    """The recipe: the user's own, else ours in the current folder, else the one that came with the package. And the
+    output folder of its run, which is not known of the user's own."""
     named = {word.partition("=")[0] for word in options.others}
     if "--config" in named or options.config.startswith("--"):
         raise InputError("Give the configuration first, without --config: finetune train FILE [--section.key VALUE].")
@@ -114,11 +114,12 @@ def _script(options: argparse.Namespace, arguments: Sequence[str]) -> Path:
                 f"{options.config} is not a file; give the configuration first, for example "
                 "recipes/configs/sample.yaml, which finetune init DIR unpacks."
             )
-        return _ours(script_of(parse(class_of(arguments), arguments)))
+        run: Run = parse(class_of(arguments), arguments)
+        return _ours(script_of(run)), Path(run.train.output_dir)
     recipe: Path = options.recipe
     if not recipe.is_file():
         raise InputError(f"--recipe: there is no file {recipe}; give a Python file, as recipes/sft.py is one.")
-    return recipe
+    return recipe, None
 
 
 def _ours(name: str) -> Path:
@@ -190,9 +191,13 @@ def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: in
     In a process of its own, whose CUDA context does not stay on the GPU.
     """
     given = [] if options.mixed_precision is None else ["--mixed-precision", options.mixed_precision]
-    command = [sys.executable, "-m", "finetune.cli", "plan", "--gpus", str(gpus), "--json", *given, *arguments]
+    kind = class_of(arguments)
+    known = [
+        group for group in _in_groups(arguments) if options.recipe is None or not _is_of_own_section(group[0], kind)
+    ]
+    command = [sys.executable, "-m", "finetune.cli", "plan", "--gpus", str(gpus), "--json", *given, *chain(*known)]
     if options.recipe is None:
-        run: Run = parse(class_of(arguments), arguments)
+        run: Run = parse(kind, arguments)
         command += ["--train.weights", run.train.weights, "--train.optimizer", run.train.optimizer]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 1) or not done.stdout.strip():
@@ -208,6 +213,12 @@ def _recommended(options: argparse.Namespace, arguments: Sequence[str], gpus: in
     row = answer["rows"][answer["recommended"]]
     sizes = tuple(row[size.field] for size in SIZES.get(row["strategy"], ()))
     return Chosen(row["strategy"], why, None if bf16 else "fp16", sizes or None)
+
+
+def _is_of_own_section(flag: str, kind: type[Run]) -> bool:
+    """Whether a flag is that of a section that only a recipe of the user's own has."""
+    section, _, key = flag.removeprefix("--").partition("=")[0].partition(".")
+    return key != "" and section not in kind.model_fields
 
 
 def _in_groups(arguments: Sequence[str]) -> list[list[str]]:

@@ -31,6 +31,7 @@ class Manner:
             <= self.temperature
             < float("inf"),
             f"--top-p {self.top_p}: give a number above 0, and at most 1.": not 0 < self.top_p <= 1,
+            f"--seed {self.seed}: give 0, or a number above it.": self.seed < 0,
             f"--top-p {self.top_p} is for sampling; add --temperature, for example 0.7.": (
                 self.top_p < 1 and self.temperature == 0
             ),

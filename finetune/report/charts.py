@@ -23,6 +23,8 @@ FROM_ZERO = {"tokens_per_second", "mfu", "peak_memory_gib"}
 NOT_DRAWN = {"step", "tokens", "total_tokens", "step_seconds", "save_stall_seconds", "skipped_steps", "bad_steps"}
 MOST_POINTS = 600
 """Of a line: about as many as there are pixels."""
+_WHOLE = 2**1074
+"""A float is a whole number of its reciprocals."""
 SMOOTHED_FROM = 100
 """Values from which on a mean is drawn over them."""
 Point = tuple[float, float]
@@ -91,16 +93,17 @@ def _lines(number: int, run: RunRead, key: str) -> Iterable[Line]:
 
 def smoothed(course: Sequence[Point], reach: int) -> list[Point]:
     """The mean of the finite values up to ``reach`` points before and after each."""
-    sums, counts = [0.0], [0]
+    sums, counts = [0], [0]
     for _, value in course:
         is_there = math.isfinite(value)
-        sums.append(sums[-1] + (value if is_there else 0.0))
+        number, of = value.as_integer_ratio() if is_there else (0, 1)
+        sums.append(sums[-1] + number * (_WHOLE // of))  # exact: floats forget small values after a huge one
         counts.append(counts[-1] + is_there)
     means = []
     for place, (step, _) in enumerate(course):
         begin, end = max(0, place - reach), min(len(course), place + reach + 1)
         count = counts[end] - counts[begin]
-        means.append((step, (sums[end] - sums[begin]) / count if count else math.nan))
+        means.append((step, (sums[end] - sums[begin]) / (count * _WHOLE) if count else math.nan))
     return means
 
 

@@ -41,7 +41,9 @@ def draw(charts: Sequence[Chart], names: Sequence[str], file: Path) -> bool:
         _plot(chart, figure.add_subplot(rows, 2, number))
     for number, name in enumerate(names):
         across = SIDES["left"] + number * 0.7 / len(names)
-        figure.text(across, 1 - 0.24 / height, name, color=_colour(number), fontsize=11, weight="bold")
+        figure.text(
+            across, 1 - 0.24 / height, name, color=_colour(number), fontsize=11, weight="bold", parse_math=False
+        )
     figure.text(SIDES["right"], 1 - 0.24 / height, _how_drawn(charts), fontsize=9, color="#666666", ha="right")
     figure.savefig(file)
     return True

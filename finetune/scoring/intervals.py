@@ -100,9 +100,12 @@ def mcnemar(only_first: int, only_second: int) -> float:
 def sign_flip(differences: np.ndarray, *, seed: int = 0) -> float:
     """A permutation test of paired differences, two-sided: how often their sum is as far from 0 with random signs.
 
-    It takes no distribution for granted. Up to 12 rows all signs are tried, else ``DRAWS`` of them are drawn.
+    It takes no distribution for granted. Up to 12 rows all signs are tried, else ``DRAWS`` of them are drawn. NaN where
+    a difference is not finite.
     """
     values = np.asarray(differences, float)
+    if not np.isfinite(values).all():
+        return math.nan
     values = values[values != 0]
     if not len(values):
         return 1.0

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,11 +22,12 @@ class Child:
     before it is asked."""
 
     def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this object
         self.process = subprocess.Popen(
             [sys.executable, "-m", "finetune.trace"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             # bitsandbytes would compile its kernels for the CPU, and import a compiler for a second to do so
             env=environment_of_child({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
             text=True,
@@ -44,11 +47,16 @@ class Child:
             line = self.process.stdout.readline()
             if not line:
                 code = self.process.wait()
-                raise RunStopped(
-                    f"The process that traces the model ended with exit code {code}"
-                    f"{': it may have run out of memory, so free some and try again' if code == -9 else ''}."
-                )
+                raise RunStopped(f"The process that traces the model ended with exit code {code}{self._why(code)}.")
             yield json.loads(line)
+
+    def _why(self, code: int) -> str:
+        if code == -signal.SIGKILL:
+            return ": it may have run out of memory, so free some and try again"
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return f" ({last.rstrip('.')}); see finetune doctor" if last else "; see finetune doctor"
 
     def end(self) -> None:
         self.process.terminate()

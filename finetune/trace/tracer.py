@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from finetune.cache import cache_folder, key_of
 from finetune.errors import InputError, RunStopped
+from finetune.shipped import shipped_files
 from finetune.trace.asking import Child, can_fork, take_child
 from finetune.trace.layers import Anatomy
 from finetune.trace.partly import partly_recomputed
@@ -294,7 +295,7 @@ class Tracer:
 
 @cache
 def versions() -> dict[str, str]:
-    """What decides how a step runs: versions of libraries, and the sources of this package."""
+    """What decides how a step runs: versions of libraries, and the sources and strategy files of this package."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -303,8 +304,10 @@ def versions() -> dict[str, str]:
             found[name] = "none"
     own = xxhash.xxh3_128()
     package = Path(__file__).parents[1]
-    for file in sorted(package.rglob("*.py")):
-        own.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    strategies = shipped_files() / "accelerate_configs"
+    for folder, files in ((package, package.rglob("*.py")), (strategies, strategies.glob("*.yaml"))):
+        for file in sorted(files):
+            own.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return found | {"finetune": own.hexdigest()}
 
 
