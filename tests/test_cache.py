@@ -303,7 +303,7 @@ def test_only_what_the_cache_made_is_listed_and_removed_and_what_is_being_prepar
         (kept / "chapter").write_text("words")
     (cache / ("1" * 32)).symlink_to(tmp_path)
     with FileLock(folders[1].with_name(f"{folders[1].name}.lock")):
-        assert commands.main(["data", "--cache", "--remove-older-than", "0"]) == 1
+        assert commands.main(["data", "--cache", "--remove-older-than", "0"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"Removed 2 of 3 entries from {cache}, ")
     assert f"{folders[1]} is being prepared, and stays." in shown

@@ -248,11 +248,30 @@ def test_an_export_is_refused_before_anything_is_written(
     save_run(run, other_base)
     shutil.rmtree(run / "checkpoints/step-00000004")
     shutil.copy(model_folder / "config.json", other_base / "config.json")
-    refused("would compute otherwise; restore it, or take it all the same with --base-model")
+    refused("is not the one that the run began with, by its fingerprint")
     refused("does not fit", output, "--base-model", other_base)
     shutil.rmtree(other_base)
     refused("If the base was moved, give its folder with --base-model.")
     refused(f"--base-model: there is no folder {other_base}", output, "--base-model", other_base)
+
+
+def test_a_base_that_a_run_knows_by_its_weights_is_known_by_them(
+    weights_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As a run does that compares with the model that it began with."""
+    base = shutil.copytree(weights_folder, tmp_path / "base")
+    identity = models.identity
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            models, "identity", lambda path, revision, weights: identity(path, revision=revision, weights=True)
+        )
+        save_run(tmp_path / "run", base)
+    assert run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "model")[0] == 0
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    code, _, told = run_cli(capsys, "export", tmp_path / "run", "--output", tmp_path / "other")
+    assert code == 2
+    assert "is not the one that the run began with, by its fingerprint" in told
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

@@ -129,6 +129,22 @@ def test_the_loss_of_a_pretraining_run_is_the_one_that_it_recorded(tmp_path: Pat
     assert found["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["after"], abs=1e-5)
 
 
+def test_pieces_of_texts_that_a_run_held_out_are_refused_as_no_rows_of_a_file(
+    run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"{word} stone river" * 200}) + "\n" for word in ("the", "one", "red"))
+    )
+    folder = shutil.copytree(run_of_a_fraction / "final", tmp_path / "model")
+    record = yaml.safe_load((folder / "run.yaml").read_text())
+    record["config"]["data"] |= {"train": str(texts), "format": "auto"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(record))
+    assert main(["evaluate", str(folder), "--score", "loss"]) == 2
+    assert "held out 0.25 of the pieces of its texts, and trained others of the same texts" in capsys.readouterr().err
+
+
 def test_a_limit_takes_the_loss_of_the_rows_whose_answers_are_scored(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -1,8 +1,9 @@
 """``finetune generate`` and ``finetune chat``: a result answers as transformers and PEFT make it answer."""
 
-import errno
+import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune.cli.commands import main
-from finetune.cli.generate_verb import opened
+from finetune.cli.generate_verb import opened, write_line
 from finetune.data.formats import Example, convert_prompt
 from finetune.data.prompt_texts import Prompt
 from finetune.errors import BadRow, InputError
@@ -490,15 +491,36 @@ def test_a_row_with_half_a_surrogate_pair_comes_back_as_it_was(
     assert json.loads(subprocess.check_output([sys.executable, "-c", program]))["note"] == "\ud83d"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ECONNRESET])
-def test_a_full_disk_is_a_sentence_and_another_error_is_not_taken_for_one(number: int, tmp_path: Path):
+def test_an_answer_that_is_no_number_of_json_is_null_and_its_line_is_utf8_whatever_the_locale(tmp_path: Path):
+    with opened(tmp_path / "answers.jsonl") as file:
+        write_line(file, {"log_probabilities": [math.nan, -math.inf]})
+    assert (tmp_path / "answers.jsonl").read_text() == '{"log_probabilities": [null, null]}\n'
+    program = (
+        "from finetune.cli import generate_verb as verb\nwith verb.opened(None) as file: verb.write_line(file, %r)"
+    )
+    row = {"answer": "caf\u00e9 \U0001f600", "note": "\ud83d"}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    found = subprocess.check_output([sys.executable, "-c", program % row], env=environment)
+    assert json.loads(found.decode()) == row
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_sentence_and_a_file_that_does_not_become_whole_is_removed_where_that_is_asked(tmp_path: Path):
+    told = ""
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # whose end is refused too
+        try:
+            write_line(full, {"a": 1})
+        except InputError as error:
+            told = str(error)
+    assert told.startswith("/dev/full could not be written (No space left on device)")
+
     def write(*, whole: bool) -> None:
         with opened(tmp_path / "answers.jsonl", whole=whole) as file:
-            print("a line", file=file, flush=True)
-            raise OSError(number, os.strerror(number))
+            write_line(file, {"a": 1})
+            raise OSError("another disk is full")
 
     for whole in (True, False):
-        with pytest.raises(InputError if number == errno.ENOSPC else OSError, match=os.strerror(number)):
+        with pytest.raises(OSError, match="another disk"):
             write(whole=whole)
         assert (tmp_path / "answers.jsonl").exists() != whole
 
@@ -664,16 +686,16 @@ def test_a_conversation_of_a_program_is_a_line_of_json_for_each_answer(
     assert all("error" in line and "answer" not in line for line in told[4:])
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_that_is_not_utf8_ends_no_conversation(
-    trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    errors: str, trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    for errors in ("strict", "surrogateescape"):
-        lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + HELLO.encode() + b"\n"), "utf-8", errors)
-        monkeypatch.setattr("sys.stdin", lines)
-        assert main(["chat", str(trained("lora")), "--json", "--max-new-tokens", "2"]) == 0
-        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [*told[0]] == ["error"]
-        assert errors == "strict" or "answer" in told[1]  # a strict decoder has read on to the end by then
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n" + HELLO.encode() + b"\ncaf\xc3"), "utf-8", errors)
+    monkeypatch.setattr("sys.stdin", lines)
+    assert main(["chat", str(trained("lora")), "--json", "--max-new-tokens", "2"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["answer" in line for line in told] == [False, True, False]
+    assert told[0] == told[2] == {"error": "That is not UTF-8; convert it, for example with iconv -t UTF-8."}
 
 
 def test_a_conversation_ends_with_its_input_and_compares(
@@ -703,6 +725,7 @@ def test_a_conversation_ends_with_its_input_and_compares(
         (["a", "--top-p", "0.9"], "add --temperature"),
         (["a", "--seed", "-1"], "--seed -1: give 0"),
         (["caf\udce9"], "The prompt is not UTF-8"),
+        (["a", "--system", "caf\udce9"], "--system is not UTF-8"),
         ([" "], "The prompt is empty"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: there is no such data file"),
         (["a", "--chat-template", "missing.jinja"], "--chat-template: there is no file missing.jinja"),

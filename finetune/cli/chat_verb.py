@@ -1,19 +1,19 @@
 """``finetune chat``: a conversation in the terminal."""
 
 import argparse
+import io
 import json
 import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from finetune.cli.generate_verb import manner_of, speakers_of
+from finetune.cli.generate_verb import manner_of, speakers_of, utf8
 from finetune.cli.terminal import say
 from finetune.errors import InputError
 from finetune.generation.dialogue import Dialogue
 
 COMMANDS = "/reset begins again, /system TEXT begins again with what the system says, /exit ends; Ctrl-C ends an answer"
-NOT_UTF8 = "That was not UTF-8, and is passed over; send UTF-8."
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -26,7 +26,10 @@ def chat(options: argparse.Namespace) -> int:
     with suppress(ImportError):  # lines can be edited, where Python has it
         import readline  # noqa: F401
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # which ``utf8`` finds; others end reading
     manner = manner_of(options)
+    utf8(options.system or "", "--system")
     dialogues = [Dialogue(speaker, manner, options.system) for speaker in speakers_of(options)]
     for dialogue in dialogues:
         dialogue.check()
@@ -35,17 +38,18 @@ def chat(options: argparse.Namespace) -> int:
     while True:
         try:
             said = input("" if as_json else "> ").strip()
-            said.encode()  # which fails for what Python has read, and a tokenizer would not
         except KeyboardInterrupt:
             tell()
             continue
         except EOFError:
             tell()
             return 0
-        except UnicodeError:
-            print(json.dumps({"error": NOT_UTF8}) if as_json else f"error: {NOT_UTF8}", flush=True)
-            continue
         if not said:
+            continue
+        try:
+            utf8(said, "That")
+        except InputError as error:
+            print(json.dumps({"error": str(error)}) if as_json else f"error: {error}", flush=True)
             continue
         command, _, rest = said.partition(" ")
         if command == "/exit":

@@ -59,8 +59,8 @@ def _entry(folder: Path) -> Entry | None:
     return Entry(folder, size, idle, summary.get("rows"), tuple(summary.get("sources", ())))
 
 
-def _remove(entry: Entry) -> str | None:
-    """Remove an entry, unless a process prepares it; a sentence if it could not be removed."""
+def _remove(entry: Entry) -> tuple[str, bool] | None:
+    """Remove an entry, unless a process prepares it; a sentence if it stays, and whether it should not."""
     key = entry.folder.name.partition(".")[0]
     try:
         with FileLock(entry.folder.with_name(f"{key}.lock"), timeout=0):  # whose file stays: others may wait for it
@@ -68,9 +68,9 @@ def _remove(entry: Entry) -> str | None:
             entry.folder.rename(doomed)  # half of an entry would be taken for a damaged one
             shutil.rmtree(doomed)
     except Timeout:
-        return f"{entry.folder} is being prepared, and stays."
+        return f"{entry.folder} is being prepared, and stays.", False
     except OSError as error:
-        return f"{entry.folder} could not be removed ({error.strerror or error})."
+        return f"{entry.folder} could not be removed ({error.strerror or error}).", True
     return None
 
 
@@ -93,12 +93,12 @@ def show_cache(*, remove_older_than: float | None, as_json: bool) -> int:
         freed = sum(entry.size_bytes for entry in old if entry.folder not in left)
         if as_json:
             told = {"removed": len(old) - len(left), "kept": len(found) - len(old) + len(left), "freed_bytes": freed}
-            print(json.dumps(told | {"problems": [*left.values()]}, indent=2))
+            print(json.dumps(told | {"problems": [sentence for sentence, _ in left.values()]}, indent=2))
         else:
             print(f"Removed {len(old) - len(left)} of {len(found)} entries from {cache}, {size_text(freed)}.")
-            for problem in left.values():
-                print(problem)
-        return 1 if left else 0
+            for sentence, _ in left.values():
+                print(sentence)
+        return 1 if any(is_failure for _, is_failure in left.values()) else 0
     if as_json:
         print(json.dumps([{**vars(entry), "folder": str(entry.folder)} for entry in found], indent=2))
     elif not found:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from finetune.cli.generate_verb import beside, lost_keys, opened, unloaded
+from finetune.cli.generate_verb import beside, lost_keys, opened, unloaded, write_line
 from finetune.config import sections
 from finetune.data import dataset
 from finetune.data.columns import renamed
@@ -102,7 +102,7 @@ def evaluate(options: argparse.Namespace) -> int:
             _print(Console(highlight=False, width=min(WIDTH, Console().width)), asked, names, judged)
         if file is not None:  # after the scores, which no full disk then takes away
             for line in _lines(asked, names, judged):
-                print(json.dumps(line, ensure_ascii=False, default=str), file=file)  # Parquet has dates
+                write_line(file, line)
     if output is not None and not options.json:
         print(f"{len(asked.rows):,} rows with their answers are in {output}")
     return 0
@@ -195,15 +195,20 @@ def _held_out(path: str, data: sections.Data | None) -> list[Source]:
 
 
 def _held_out_fraction(train: list[Source], data: sections.Data, fraction: float, known: Known) -> frozenset[str]:
-    """The training rows that a run did not train, as ``file:line``; a long text in several rows only as a whole.
+    """The training rows that a run did not train, as ``file:line``.
 
     Raises:
-        InputError: if the sources hold none, or cannot be read.
+        InputError: if the sources hold none, or cannot be read; if these are pieces of texts that it trained too.
     """
     settings = settings_of(data, known.tokenizer, known.end_tokens)
     rows = dataset.read_rows(train, known.tokenizer, settings, skip_bad_rows=data.on_bad_row == "skip")
     trained, held_out = ({row.source for row in side} for side in dataset.split(rows, fraction))
-    return frozenset(held_out - trained)  # several subsets of a hub dataset may give their rows the same names
+    if held_out & trained:
+        raise InputError(
+            f"The run held out {fraction:g} of the pieces of its texts, and trained others of the same texts; name a "
+            "file with --data."
+        )
+    return frozenset(held_out)
 
 
 def _ready(known: Known, asked: Asked, options: argparse.Namespace) -> Ready:

@@ -1,12 +1,11 @@
 """``finetune generate``: the answer to a prompt, or to every row of a file."""
 
 import argparse
-import errno
 import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,13 +22,13 @@ from finetune.generation.manner import Manner
 from finetune.generation.prompts import prompt_of, read_prompts
 from finetune.generation.speaker import Answer, Speaker
 from finetune.generation.speaker_loading import Request, Unloaded, columns_of, read_speakers
+from finetune.output.run_reading import finite
 from finetune.scoring.task_rows import shortened
 
 _ANSWERS = ("answer", "base_answer")
 """Keys of the answers to a row: that of the model, and that of the one that it was trained from."""
 ESCAPED = "backslashreplace"
-"""How text that cannot be encoded is written: as a string of JSON has it too."""
-OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How what UTF-8 has no bytes for is written: as a string of JSON has it too."""
 _OWN = "own_"
 """Before the name of a row's own key that has the name of one of these."""
 
@@ -77,6 +76,7 @@ def generate(options: argparse.Namespace) -> int:
     refuse_if_any(_contradictions(options))
     manner = manner_of(options)
     if options.prompts is None:
+        utf8(options.system or "", "--system")
         text = _text_of(options.prompt)
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
     prompts = read_prompts(options.prompts, columns_of(options.model))
@@ -93,8 +93,7 @@ def generate(options: argparse.Namespace) -> int:
             batch = slice(begin, begin + options.batch_size)
             answers = [speaker.answers(tokens[batch], manner, number=begin) for speaker, tokens in zip(speakers, asked)]
             for prompt, *said in zip(prompts[batch], *answers):
-                row = beside(prompt.record, _named(said))
-                print(json.dumps(row, ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates
+                write_line(file, beside(prompt.record, _named(said)))
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
     return 0
@@ -107,11 +106,9 @@ def _text_of(prompt: str) -> str:
         InputError: if it is not UTF-8.
     """
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()
-    except UnicodeError as error:
+        return utf8(sys.stdin.read() if prompt == "-" else prompt, "The prompt")
+    except UnicodeDecodeError as error:
         raise InputError("The prompt is not UTF-8; convert it, for example with iconv -t UTF-8.") from error
-    return text
 
 
 def _contradictions(options: argparse.Namespace) -> list[str]:
@@ -198,11 +195,11 @@ def opened(output: Path | None, *, whole: bool = False) -> Iterator[TextIO]:
         whole: remove it too if it does not become whole.
 
     Raises:
-        InputError: if it cannot be created, or its disk is full.
+        InputError: if it cannot be created.
     """
     if output is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors=ESCAPED)
+            sys.stdout.reconfigure(encoding="utf-8", errors=ESCAPED)
         yield sys.stdout
         return
     try:
@@ -211,13 +208,37 @@ def opened(output: Path | None, *, whole: bool = False) -> Iterator[TextIO]:
         raise InputError(f"--output {output} cannot be created ({error.strerror}); choose another file.") from error
     is_whole = False
     try:
-        with file:
-            yield file
+        yield file
         is_whole = True
-    except OSError as error:
-        if error.errno not in OF_A_FULL_DISK:
-            raise
-        raise InputError(f"--output {output} could not be written ({error.strerror}); free some space.") from error
     finally:
+        with suppress(OSError):  # of what was refused before, and told
+            file.close()
         if output.is_file() and (output.stat().st_size == 0 or (whole and not is_whole)):
             output.unlink()
+
+
+def write_line(file: TextIO, row: Mapping[str, Any]) -> None:
+    """Write a row as a line of JSON, which is in the file then; null for what is not finite.
+
+    Raises:
+        InputError: if the file takes no more.
+    """
+    try:
+        print(json.dumps(finite(row), ensure_ascii=False, default=str), file=file, flush=True)  # Parquet has dates
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"{file.name} could not be written ({error.strerror}); free some space.") from error
+
+
+def utf8(text: str, what: str) -> str:
+    """A text of the command line.
+
+    Raises:
+        InputError: if it is not UTF-8, of which no tokenizer makes tokens.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not UTF-8; convert it, for example with iconv -t UTF-8.") from error
+    return text

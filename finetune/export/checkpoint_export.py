@@ -141,17 +141,23 @@ def _base(config: dict[str, Any], run: dict[str, Any], base_model: str | None) -
         return named | {"path": base_model, "revision": None}
     path = named["path"]
     if problems := models.problems(path, named["tokenizer"], None):
-        raise InputError(f"{problems[0]} If the base was moved, give its folder with --base-model.")
-    is_known_by_weights = config["adapter"]["type"] != "none" or "dpo" in config  # which may not be here any more
-    if (
-        not is_known_by_weights
-        and models.identity(path, revision=named["revision"], weights=False) != run["data"]["base"]
-    ):
+        moved = " If the base was moved, give its folder with --base-model."
+        raise InputError([each + (moved if each.startswith("model.path") else "") for each in problems])
+    if config["adapter"]["type"] == "none" and not _is_as_it_was(named, run["data"]["base"]):
         raise InputError(
-            f"The config.json of {path} is not the one that the run began with, so that the exported model would "
-            f"compute otherwise; restore it, or take it all the same with --base-model {path}."
+            f"The model {path} is not the one that the run began with, by its fingerprint, and its config.json becomes "
+            f"that of the exported model; restore it, or take it all the same with --base-model {path}."
         )
     return named
+
+
+def _is_as_it_was(named: dict[str, Any], fingerprint: str) -> bool:
+    """Whether a base has the fingerprint that a run recorded: without its weights, or with them."""
+    path, revision = named["path"], named["revision"]
+    try:
+        return any(models.identity(path, revision=revision, weights=each) == fingerprint for each in (False, True))
+    except InputError:  # its weights are not here
+        return False
 
 
 def _section(config: dict[str, Any]) -> sections.Adapter:
