@@ -185,6 +185,7 @@ def _watch(launch: Launch, rank: int) -> None:
     from finetune import checkpoint
     from finetune.checkpoint.writing import write_file
     from finetune.data import batches
+    from finetune.run.session import Session
 
     file = os.open(launch.folder / f"events-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -192,7 +193,13 @@ def _watch(launch: Launch, rank: int) -> None:
         os.write(file, json.dumps(event | {"at": time.time()}).encode() + b"\n")
 
     tell(pid=os.getpid())
-    now = 0
+    now, trains = 0, False
+    steps = Session.steps
+
+    def watched_steps(session: Session) -> Iterator[int]:
+        nonlocal trains
+        trains = True  # what a resumed run asked of its batches before was no step
+        yield from steps(session)
 
     class Watched(batches.Batches):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -201,8 +208,9 @@ def _watch(launch: Launch, rank: int) -> None:
 
         def step(self, step: int) -> batches.Batch:
             nonlocal now
-            now = step
-            tell(step=step)
+            if trains:
+                now = step
+                tell(step=step)
             return super().step(step)
 
     make_tensors = batches.collate
@@ -218,7 +226,7 @@ def _watch(launch: Launch, rank: int) -> None:
         tell(written=path.parent.name)
         return stored
 
-    batches.Batches, batches.collate = Watched, collate  # type: ignore[misc]
+    batches.Batches, batches.collate, Session.steps = Watched, collate, watched_steps  # type: ignore[method-assign, misc]
     checkpoint.Saver = functools.partial(checkpoint.Saver, write=write)  # type: ignore[misc, assignment]
     if launch.dies_before and launch.dies_before[0] == rank:
         sys.addaudithook(_death_before(launch.dies_before[1], tell))
