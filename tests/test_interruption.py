@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ STUCK = """
 """
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Whose end is heard, though nohup may have started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signal_is_noted_from_training_on_and_the_earlier_handler_comes_back(number: signal.Signals):
     before = signal.getsignal(number)

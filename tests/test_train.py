@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,15 @@ def test_process_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]):
     )
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Whose end is heard, though nohup may have started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", launcher.PASSED_ON)
 def test_signals_reach_every_process_and_the_launcher_waits_for_them(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
