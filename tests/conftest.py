@@ -218,3 +218,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-proofs", action="store_true", help="write what is proven to benchmarks/results")
+
+
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Whose end is heard, though nohup may have started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -110,6 +110,10 @@ def test_held_out_preferences_are_refused_since_they_have_no_right_answer(
     (folder / "run.yaml").write_text(yaml.safe_dump(record | {"config": record["config"] | {"dpo": {}}}))
     assert main(["evaluate", str(folder)]) == 2
     assert "learnt preferences, and its held-out rows have no right answer; name a file" in capsys.readouterr().err
+    record["config"] |= {"dpo": {}, "data": record["config"]["data"] | {"eval": None}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(record))
+    assert main(["evaluate", str(folder)]) == 2
+    assert "held none out; name a file" in capsys.readouterr().err
 
 
 def test_the_loss_of_a_pretraining_run_is_the_one_that_it_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

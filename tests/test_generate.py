@@ -687,6 +687,16 @@ def test_a_conversation_of_a_program_is_a_line_of_json_for_each_answer(
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_of_standard_input_that_is_not_utf8_is_refused_before_weights_load(
+    errors: str, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("finetune.models.loading.load_model", None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+    assert main(["generate", str(base), "-"]) == 2
+    assert "The prompt is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_that_is_not_utf8_ends_no_conversation(
     errors: str, trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

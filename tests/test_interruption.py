@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ STUCK = """
         for _ in range(2):  # stuck for ever: as in a collective, Python handles no signal there
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
-
-
-@pytest.fixture
-def terminal() -> Iterator[None]:
-    """Whose end is heard, though nohup may have started the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.usefixtures("terminal")

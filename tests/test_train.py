@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -319,14 +318,6 @@ def test_process_that_is_killed_is_named(capfd: pytest.CaptureFixture[str]):
     assert "error: process 1 of the run was ended by SIGKILL; most often the machine's memory was full." in (
         capfd.readouterr().err
     )
-
-
-@pytest.fixture
-def terminal() -> Iterator[None]:
-    """Whose end is heard, though nohup may have started the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.usefixtures("terminal")

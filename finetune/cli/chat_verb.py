@@ -1,14 +1,13 @@
 """``finetune chat``: a conversation in the terminal."""
 
 import argparse
-import io
 import json
 import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from finetune.cli.generate_verb import manner_of, speakers_of, utf8
+from finetune.cli.generate_verb import manner_of, read_any_bytes, speakers_of, utf8
 from finetune.cli.terminal import say
 from finetune.errors import InputError
 from finetune.generation.dialogue import Dialogue
@@ -26,8 +25,7 @@ def chat(options: argparse.Namespace) -> int:
     with suppress(ImportError):  # lines can be edited, where Python has it
         import readline  # noqa: F401
 
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # which ``utf8`` finds; others end reading
+    read_any_bytes()
     manner = manner_of(options)
     utf8(options.system or "", "--system")
     dialogues = [Dialogue(speaker, manner, options.system) for speaker in speakers_of(options)]

@@ -55,7 +55,7 @@ class Asked:
     scores: list[Score]
     has_loss: bool
     is_part: bool = False
-    """More rows follow, which are not asked."""
+    """More rows may follow, which are not asked."""
     held_out: frozenset[str] | None = None
     """Which rows of the sources are asked, as ``file:line``; None for all."""
 
@@ -132,7 +132,7 @@ def _asked(options: argparse.Namespace, known: Callable[[], Known]) -> Asked:
     scores = [score_of(each) for each in written if each != LOSS]
     if options.data is not None:
         named, key = [Source(options.data)], "--data"
-    elif is_preference:
+    elif own is not None and own.eval is not None and is_preference:
         raise InputError(
             f"The run {options.model} learnt preferences, and its held-out rows have no right answer; name a file with "
             "--data."

@@ -43,9 +43,9 @@ def _export(options: argparse.Namespace) -> int:
         raise InputError("--public is for --push; leave it out.")
     results = {}
     if options.push is not None:
-        from finetune.export.hub_upload import upload, uploaded
+        from finetune.export.hub_upload import to_upload, upload
 
-        uploaded(options.model, options.push)  # refused before minutes of writing
+        to_upload(options.model, options.push)  # refused before minutes of writing
     if options.gguf is not None:
         from finetune.export.gguf_file import describe, write_gguf
 

@@ -77,7 +77,8 @@ def generate(options: argparse.Namespace) -> int:
     manner = manner_of(options)
     if options.prompts is None:
         utf8(options.system or "", "--system")
-        text = _text_of(options.prompt)
+        read_any_bytes()
+        text = utf8(sys.stdin.read() if options.prompt == "-" else options.prompt, "The prompt")
         return _answer_one(prompt_of(text, system=options.system, plain=options.plain), options, manner)
     prompts = read_prompts(options.prompts, columns_of(options.model))
     refuse_if_any(shortened(lost_keys(prompts, _ANSWERS[: 1 + options.compare]), "kept as they are"))
@@ -97,18 +98,6 @@ def generate(options: argparse.Namespace) -> int:
     if output is not None:
         print(f"{len(prompts):,} rows with their answers are in {output}")
     return 0
-
-
-def _text_of(prompt: str) -> str:
-    """A prompt, which is read from standard input for a dash.
-
-    Raises:
-        InputError: if it is not UTF-8.
-    """
-    try:
-        return utf8(sys.stdin.read() if prompt == "-" else prompt, "The prompt")
-    except UnicodeDecodeError as error:
-        raise InputError("The prompt is not UTF-8; convert it, for example with iconv -t UTF-8.") from error
 
 
 def _contradictions(options: argparse.Namespace) -> list[str]:
@@ -231,8 +220,14 @@ def write_line(file: TextIO, row: Mapping[str, Any]) -> None:
         raise InputError(f"{file.name} could not be written ({error.strerror}); free some space.") from error
 
 
+def read_any_bytes() -> None:
+    """Have standard input give what is not UTF-8 to ``utf8``, which says so; it would end reading."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
 def utf8(text: str, what: str) -> str:
-    """A text of the command line.
+    """A text of the command line or of standard input, as it is.
 
     Raises:
         InputError: if it is not UTF-8, of which no tokenizer makes tokens.

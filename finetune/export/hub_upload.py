@@ -35,12 +35,12 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
         What was uploaded, for JSON.
 
     Raises:
-        InputError: as ``uploaded``; without a network; if the hub refuses it.
+        InputError: as ``to_upload``; without a network; if the hub refuses it.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-    result, files = uploaded(path, name)
+    result, files = to_upload(path, name)
     card = card_of(result)
     size = sum(file.stat().st_size for file in files)
     say(f"Uploading {len(files)} files ({size / 1e6:,.1f} MB) of {result.folder} to {name}:")
@@ -72,7 +72,7 @@ def upload(path: Path, name: str, *, public: bool, say: Callable[[str], None] = 
     return {"repository": str(made), "commit": commit.oid} | told
 
 
-def uploaded(path: Path, name: str) -> tuple[Result, list[Path]]:
+def to_upload(path: Path, name: str) -> tuple[Result, list[Path]]:
     """What ``upload`` takes, and its files, before it asks the hub.
 
     Raises:

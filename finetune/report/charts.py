@@ -24,7 +24,7 @@ NOT_DRAWN = {"step", "tokens", "total_tokens", "step_seconds", "save_stall_secon
 MOST_POINTS = 600
 """Of a line: about as many as there are pixels."""
 _WHOLE = 2**1074
-"""A float is a whole number of its reciprocals."""
+"""Any finite float times this is a whole number."""
 SMOOTHED_FROM = 100
 """Values from which on a mean is drawn over them."""
 Point = tuple[float, float]
