@@ -226,7 +226,7 @@ def _watch(launch: Launch, rank: int) -> None:
         tell(written=path.parent.name)
         return stored
 
-    batches.Batches, batches.collate, Session.steps = Watched, collate, watched_steps  # type: ignore[method-assign, misc]
+    batches.Batches, batches.collate, Session.steps = Watched, collate, watched_steps  # type: ignore[assignment, method-assign, misc]
     checkpoint.Saver = functools.partial(checkpoint.Saver, write=write)  # type: ignore[misc, assignment]
     if launch.dies_before and launch.dies_before[0] == rank:
         sys.addaudithook(_death_before(launch.dies_before[1], tell))
