@@ -52,7 +52,7 @@ def filled_once(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        lock = FileLock(folder.with_name(folder.name + ".lock"), mode=0o666)  # other users wait for it too
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -145,6 +145,6 @@ def flush_all(folder: Path) -> None:
 
 def _not_writable(folder: Path, error: OSError) -> str:
     return (
-        f"Prepared data could not be written to {folder} ({error.strerror or error}); free some space, or set the "
-        "environment variable FINETUNE_DATA_CACHE to another folder."
+        f"Prepared data could not be written to {error.filename or folder} ({error.strerror or error}); free some "
+        "space, or set the environment variable FINETUNE_DATA_CACHE to another folder."
     )

@@ -38,7 +38,7 @@ class Worker:
         """To its job, which is waited for."""
         try:
             found: Answer = json.loads(self.pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # at the beginning of its answer, or within it
             return {"failed": "its process was killed"}
         return found
 

@@ -13,7 +13,9 @@ from typing import Literal
 from finetune.errors import InputError, first_line
 
 Kind = Literal["model", "dataset"]
-SECONDS = 3.0
+WAITS = "HF_HUB_ETAG_TIMEOUT"
+"""The variable in which huggingface_hub is told how many seconds to wait for an answer."""
+SECONDS = float(text) if (text := os.environ.get(WAITS, "")).isdecimal() else 3.0
 """To wait for an answer, looking up the hub's name included: a command without access then ends within five."""
 _ID = re.compile(r"(?:(?P<owner>\w[\w.-]*)/)?\w[\w.-]*")
 
@@ -148,7 +150,7 @@ def _failure(url: str, seconds: float) -> Exception | None:
     try:
         answer.result(seconds)
     except futures.TimeoutError:
-        return TimeoutError(f"no answer within {seconds:g} seconds")
+        return TimeoutError(f"no answer within {seconds:g} seconds; {WAITS}=30 waits longer")
     except (HTTPError, OSError) as error:
         return error
     return None

@@ -607,9 +607,27 @@ def test_packed_documents_train_on_a_gpu_under_autocast_as_each_alone_does_in_fp
     assert difference((loss.item(), gradient(model).cpu()), expected) < 5e-2
 
 
-def test_a_cap_of_scores_is_computed_by_eager_attention_and_not_left_out():
+@pytest.mark.parametrize(("model_type", "expected"), [("gemma2", "eager"), ("llama", None)])
+def test_a_cap_of_scores_is_computed_by_eager_attention_and_not_left_out(
+    model_type: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Versions of transformers chose otherwise, in runs and wherever else a model is loaded."""
+    asked: list[Any] = []
+    from_config = AutoModelForCausalLM.from_config
+
+    def noted(config: Any, *, attn_implementation: str | None, **how: Any) -> Any:
+        asked.append(attn_implementation)
+        return from_config(config, attn_implementation=attn_implementation, **how)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", noted)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 16}
+    config = AutoConfig.for_model(model_type, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    how: Any = {"revision": None, "trust_remote_code": False, "seed": 0, "bits": None, "device": torch.device("cpu")}
+    loading.load_model("m", config, attention="auto", dtype=torch.float32, random_weights=True, **how)
+    assert asked == [expected]
+
+
+def test_attention_without_a_cap_is_refused_where_scores_have_one():
     config = AutoConfig.for_model("gemma2")
-    found = packing_support.attention_for(config, "auto", packing=False, dtype=torch.bfloat16, own_code=False)
-    assert found == ("eager", False)
     assert "sdpa has no cap" in loading.attention_problems(config, "sdpa", False)[0]
     assert loading.attention_problems(config, "eager", False) == []

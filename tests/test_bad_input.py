@@ -311,4 +311,5 @@ def test_strategy_that_is_not_really_active_is_an_error(
 def test_a_revision_is_that_of_the_model_and_not_of_a_tokenizer_in_another_repository():
     pinned = {"path": "owner/model", "revision": "v1"}
     assert sections.Model(**pinned).tokenizer_source == ("owner/model", "v1")
+    assert sections.Model(**pinned, tokenizer="owner/model").tokenizer_source == ("owner/model", "v1")
     assert sections.Model(**pinned, tokenizer="other/tokenizer").tokenizer_source == ("other/tokenizer", None)

@@ -293,6 +293,15 @@ def test_what_was_not_used_for_some_days_is_removed_and_what_a_run_has_opened_si
     assert (told["removed"], told["kept"], told["problems"]) == (1, 0, [])
 
 
+def test_other_users_may_wait_for_who_prepares(tmp_path: Path):
+    def fill(folder: Path) -> None:
+        assert (tmp_path / "rows.lock").stat().st_mode & 0o777 == 0o666
+        (folder / "file").touch()
+
+    filled_once(tmp_path / "rows", fill, on_start=lambda: None, on_wait=lambda: None)
+    assert (tmp_path / "rows" / "file").exists()
+
+
 def test_only_what_the_cache_made_is_listed_and_removed_and_what_is_being_prepared_stays(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ):

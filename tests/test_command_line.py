@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from finetune.config import sections
-from finetune.config.command_line import as_flag, parse, to_yaml
+from finetune.config import foreign_keys, sections
+from finetune.config.command_line import _fields, as_flag, parse, to_yaml
 from finetune.config.dpo_section import Dpo
 from finetune.config.pretrain_section import Budget, Corpus, Tokens
 from finetune.errors import InputError
+from recipes.dpo import Config as DpoConfig
 from recipes.sft import Config
 
 REQUIRED = ["--model.path", "m", "--data.train", "t.jsonl", "--train.output_dir", "o"]
@@ -293,6 +294,11 @@ def test_a_file_may_merge_sections_and_name_a_folder_by_a_date(tmp_path: Path):
     file.write_text("train: {<<: {seed: 3, steps: 7}, steps: 8, output_dir: 2025-12-31}")
     train = parse(Config, ["--config", str(file), *REQUIRED[:4]]).train
     assert (train.seed, train.steps, train.output_dir) == (3, 8, "2025-12-31")
+    file.write_text(
+        "base: &base {seed: 3, steps: 7}\nsmall: &small {<<: *base, steps: 5}\ntrain: {<<: *small, output_dir: out}"
+    )
+    train = parse(sections.Run, ["--config", str(file), *REQUIRED[:4]]).train
+    assert (train.seed, train.steps) == (3, 5)
 
 
 @pytest.mark.parametrize("written", ["9" * 5000, "[" * 5000, "!!timestamp 2025-31-12", "18446744073709551616"])
@@ -313,11 +319,46 @@ def test_the_home_folder_is_meant_by_its_sign(monkeypatch: pytest.MonkeyPatch, t
     assert found == [str(tmp_path / name) for name in ("m", "a", "b", "c", "runs/x", "runs/y")]
 
 
-@pytest.mark.parametrize(("slip", "meant"), [("quantisation", "quantization"), ("seed", "train.seed")])
+def test_a_key_of_another_toolkit_is_answered_with_its_name_here(tmp_path: Path):
+    """As docs/migrating.md has it, of which each name is in the row of its key."""
+    table = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text().splitlines()
+    lines = [line for line in table if line.startswith("| `")]
+    rows: dict[str, str] = {}
+    for line in lines:
+        for key in re.findall(r"`([a-z_.]+)[:`]", line.partition(" | ")[0]):
+            rows[key] = rows.get(key, "") + line
+    rows["train.global_batch_size"] = next(line for line in table if line.startswith("| derived |"))
+    known = {key for recipe in (Config, DpoConfig) for key, _ in _fields(recipe)}
+    for key, names in foreign_keys.NAMES.items():
+        assert key in known
+        for name in names:
+            assert f"`{name}`" in rows[key] or f"`{name}: " in rows[key] or name == "load_in_8bit", (key, name)
+    file = tmp_path / "axolotl.yaml"
+    file.write_text("base_model: m\nmicro_batch_size: 2\n")
+    with pytest.raises(InputError, match=r"Unknown key base_model; here that is model.path") as error:
+        parse(Config, ["--config", str(file), *REQUIRED])
+    assert any(
+        "Unknown key micro_batch_size; did you mean train.micro_batch_size" in one for one in error.value.problems
+    )
+
+
+def test_the_section_of_another_recipe_and_a_file_without_a_flag_are_named(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("dpo: {loss: ipo}")
+    with pytest.raises(InputError, match=r"Unknown key dpo; it is for recipes/dpo.py: launch that, or leave it out"):
+        parse(Config, ["--config", str(file), *REQUIRED])
+    with pytest.raises(InputError, match=r"^Give the configuration with --config .*c.yaml\.$"):
+        parse(Config, [str(file)])
+    with pytest.raises(InputError, match=r"Unknown flag --dpo.losss; did you mean dpo.loss"):
+        parse(DpoConfig, [*REQUIRED, "--dpo.losss", "ipo"])
+
+
+@pytest.mark.parametrize(("slip", "meant"), [("quantisation: {bits: 4}", "quantization"), ("seed: 4", "train.seed")])
 def test_a_slip_is_not_passed_over_for_a_section_of_a_recipe_that_is_not_known(slip: str, meant: str, tmp_path: Path):
     file = tmp_path / "c.yaml"
-    file.write_text(f"{slip}: {{bits: 4}}")
-    with pytest.raises(InputError, match=f"Unknown key {slip}; did you mean {meant}"):
+    file.write_text(slip)
+    with pytest.raises(InputError, match=f"Unknown key {slip.partition(':')[0]}; did you mean {meant}"):
         parse(sections.Run, ["--config", str(file), *REQUIRED])
-    file.write_text("my_own: {bits: 4}")
-    assert parse(sections.Run, ["--config", str(file), *REQUIRED]).model.path == "m"
+    for own in ("my_own: {bits: 4}", "trainer: {bits: 4}\ntrain: {seed: 1}", "models: {n: 2}\nmodel: {}"):
+        file.write_text(own)
+        assert parse(sections.Run, ["--config", str(file), *REQUIRED]).model.path == "m"

@@ -86,9 +86,12 @@ def test_data_without_a_usable_row_are_refused_in_one_sentence_that_offers_no_ot
     tmp_path: Path, skip_bad_rows: bool
 ):
     with pytest.raises(InputError) as error:
-        read(tmp_path / "rows.jsonl", '{"nothing": 1}\n' * 26, skip_bad_rows=skip_bad_rows)
+        read(tmp_path / "rows.jsonl", '{"nothing": 1}\n' * 2 + "7\n" * 24, skip_bad_rows=skip_bad_rows)
     (problem,) = error.value.problems
     assert "no usable row." in problem
+    assert "rows.jsonl:1: " in problem
+    assert re.search(r"; [^;]*rows\.jsonl:3: [^;]*object; the reasons", problem)  # each reason once
+    assert "rows.jsonl:2:" not in problem
     assert "the reasons for all 26 rows are in" in problem
     assert "on_bad_row" not in problem
 

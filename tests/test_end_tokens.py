@@ -97,9 +97,12 @@ def test_settings_that_transformers_reads_and_would_not_save_are_saved_without_w
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [1, 3, 5]
     assert saved["repetition_penalty"] == 1.1
-    for name in {"temperature", "top_p", "num_beams"} & said.keys():
+    for name in {"top_p", "num_beams"} & said.keys():
         assert saved[name] == said[name]
     assert saved.get("pad_token_id") != -1
+    samples = "temperature" in said and said.get("do_sample") is not False
+    assert bool(saved.get("do_sample")) == samples
+    assert ("temperature" in saved) == samples
 
 
 def test_settings_that_can_be_saved_stay_as_they_are(folder: Path):

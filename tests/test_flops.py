@@ -1,10 +1,14 @@
 """Counted FLOPs against PyTorch's own counter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from finetune.config import sections
+from finetune.models import adapter
 from finetune.models import loading as models
 from finetune.models.flops import training_flops
 
@@ -40,3 +44,28 @@ def test_flops_are_those_of_the_experts_that_a_token_meets_and_of_gpt2s_own_laye
     inner = {"mixtral": 2 * 3 * 64 * 96, "gpt2": 2 * 64 * 256}[family]  # of two of the eight experts
     assert found["matrix_parameters"] == found["trained_matrix_parameters"] == 2 * (attention + inner)
     assert found["head_parameters"] == 64 * 512
+
+
+def test_flops_of_layers_that_differ_are_those_of_their_heads_and_of_the_experts_that_a_token_meets():
+    mixture = {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 2, "moe_intermediate_size": 32}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "vocab_size_per_layer_input": 512}
+
+    def shape(**changes: Any) -> dict[str, Any]:
+        with torch.device("meta"):
+            config = AutoConfig.for_model("gemma4_text", **sizes, **heads, **layers, **mixture | changes)
+            return models.shape(AutoModelForCausalLM.from_config(config))
+
+    found = shape()
+    assert found["head_dim"] == 24
+    of_an_expert = 2 * 3 * 64 * 32  # in two layers
+    assert found["matrix_parameters"] - shape(top_k_experts=1)["matrix_parameters"] == of_an_expert
+
+
+def test_a_head_that_an_adapter_saves_whole_counts_once():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=512))
+    section = sections.Adapter(type="lora", rank=2, targets=["q_proj"], modules_to_save=["lm_head"])
+    shape = models.shape(adapter.on_a_copy(model, section))
+    assert shape["head_parameters"] == shape["trained_head_parameters"] == 64 * 512

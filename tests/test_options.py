@@ -189,6 +189,11 @@ def test_each_layer_has_the_rate_of_the_layer_above_it_times_the_decay(tied: boo
     for name, scale in found.items():  # two layers, of which the upper one has the number 1
         assert scale == (0.25 if "embed" in name else 0.5 if ".layers.0." in name else 1.0), name
     assert ("lm_head.weight" in found) != tied
+    for name, parameter in model.named_parameters():  # layers are counted, whichever of them train
+        parameter.requires_grad_(".layers.0." in name)
+    lower = build_optimizer(model, layer_decay=0.5, name="adamw", learning_rate=1.0, **PLAIN)
+    assert {*rates_of(model, lower, "lr_scale").values()} == {0.5}
+    model.requires_grad_(True)
     decayed = build_optimizer(model, layer_decay=0.5, name="adamw", learning_rate=1.0, **PLAIN | {"weight_decay": 0.1})
     assert {name for name, each in rates_of(model, decayed, "weight_decay").items() if each == 0} == {
         name for name in found if "norm" in name

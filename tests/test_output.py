@@ -1,8 +1,13 @@
 """What a run leaves: refused before it would be lost, complete when it is there."""
 
+import errno
 import importlib.metadata
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -11,9 +16,11 @@ import yaml
 from scenarios import configuration, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.errors import InputError
-from finetune.output import output_folder
+from finetune.errors import InputError, RunStopped
+from finetune.models import loading
+from finetune.output import output_folder, run_files
 from finetune.output.run_files import _fenced
+from finetune.run import logbook
 from recipes.sft import main
 
 
@@ -123,3 +130,40 @@ def test_output_folder_that_is_a_file_is_refused(tmp_path: Path):
     assert "is a file" in output_folder.problems(tmp_path / "file", overwrite=False, resumes=False)[0]
     assert output_folder.problems(tmp_path / "new" / "folder", overwrite=False, resumes=False) == []
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_sentence(tmp_path: Path):
+    (problem,) = output_folder.problems(tmp_path / ("n" * 300), overwrite=False, resumes=False)
+    assert problem.endswith("cannot be used (File name too long); choose another folder.")
+
+
+@pytest.mark.parametrize("belongs", [True, False])
+def test_commit_is_that_of_the_repository_of_this_code_and_of_no_other_around_it(
+    belongs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = tmp_path / "lib" / "run_files.py"
+    here.parent.mkdir()
+    here.touch()
+    (tmp_path / ".gitignore").write_text("" if belongs else "lib\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(run_files, "__file__", str(here))
+    assert (run_files.environment.__wrapped__()["git_commit"] is not None) == belongs
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_no_bare_exception(tmp_path: Path):
+    tokenizer = tiny.build_tokenizer()
+    (tmp_path / "tokenizer.json").mkdir()  # which the tokenizers library refuses as it does a full disk
+    with pytest.raises(OSError, match="directory"):
+        loading.save_tokenizer(tokenizer, tmp_path)
+
+
+def test_records_that_cannot_be_written_stop_the_run_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(folder: Path, run: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_files, "write_run", full)
+    book = logbook.Logbook(tmp_path, mock.Mock(), mock.Mock(), mock.Mock(), writes=True)
+    with pytest.raises(RunStopped, match=r"could not be written \(No space left on device\); free some space"):
+        book.open(mock.Mock(), None, None, overwrite=False)

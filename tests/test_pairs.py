@@ -307,3 +307,4 @@ def test_rows_that_cut_through_documents_are_those_of_pretraining(tmp_path: Path
         file.write_text(f"data: {{packing: {packing}}}\n")
         assert class_of(["--config", str(file)]) is expected
         assert class_of(["--data.packing", packing]) is class_of([f"--data.packing={packing}"]) is expected
+    assert class_of(["--config", str(file), "--data.packing", "true"]) is Run  # a flag overrides the file

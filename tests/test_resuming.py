@@ -15,9 +15,11 @@ import tiny
 from safetensors.torch import load_file, save_file
 
 from finetune import checkpoint, distributed
+from finetune.checkpoint import resuming
 from finetune.data import batches
 from finetune.errors import InputError, RunStopped
 from finetune.models import loading
+from finetune.models.weight_files import local_files
 from finetune.output import run_files
 from finetune.output.run_files import finished_steps
 from finetune.run import preflight, result
@@ -563,6 +565,11 @@ def test_checkpoints_that_are_left_behind_are_no_room_for_others(tmp_path: Path,
     def has_room(size: int, **how: Any) -> bool:
         return checkpoint.room_problems(tmp_path, size, at_once=1, **how) == []
 
+    (tmp_path / "final.tmp").mkdir()  # of an end whose disk was full, and written anew
+    (tmp_path / "final.tmp" / "file").write_bytes(bytes(100))
+    assert has_room(450)
+    assert not has_room(451)
+    shutil.rmtree(tmp_path / "final.tmp")
     assert has_room(350)
     assert not has_room(351)
     assert has_room(250, resumed_step=3)
@@ -598,6 +605,15 @@ def test_what_a_run_chose_is_no_change_of_its_configuration(
     assert "which nothing was trained with" not in printed
 
 
+def test_a_setting_that_becomes_auto_is_told_but_for_what_a_record_has_as_it_was_chosen():
+    before = {"train": {"micro_batch_size": 4}, "model": {"attention": "eager"}, "data": {"train_think": "never"}}
+    now = {"train": {"micro_batch_size": "auto"}, "model": {"attention": "auto"}, "data": {"train_think": "auto"}}
+    assert resuming.changes(before, now) == [
+        "changed since then: model.attention eager -> auto",
+        "changed since then: data.train_think never -> auto",
+    ]
+
+
 def test_weights_of_no_checkpoint_are_refused(resume, no_weights: None):
     with pytest.raises(InputError, match=r"checkpoint\.resume_weights_only takes weights from a checkpoint, but"):
         resume(checkpoint__resume="none", checkpoint__resume_weights_only=True)
@@ -616,8 +632,14 @@ def test_process_that_its_launcher_restarts_before_it_saved_begins_from_the_chec
     assert restarted.checkpoint.resume == str(finished)
     assert preflight.folder_problems(restarted) == []  # its own records are no other run's
     shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
-    restarted = preflight.as_restarted(config, launch)
-    assert (restarted.checkpoint.resume, restarted.train.overwrite) == ("auto", False)
+    (*_, last) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if path != last:
+            shutil.rmtree(path)
+    for name in (last, last.with_name(f"{last.name}.tmp")):  # complete, and killed before it had its name
+        last = last.rename(name)
+        restarted = preflight.as_restarted(config, launch)
+        assert (restarted.checkpoint.resume, restarted.train.overwrite) == ("auto", False)
 
 
 def test_model_of_the_hub_is_another_one_by_its_files_and_not_by_its_readme(
@@ -629,7 +651,10 @@ def test_model_of_the_hub_is_another_one_by_its_files_and_not_by_its_readme(
         known = json.loads((commits[name] / "config.json").read_text())
         (commits[name] / "config.json").write_text(json.dumps(known | config))
     monkeypatch.setattr(loading, "cached_file", lambda path, name, revision: str(commits[revision] / name))
-    monkeypatch.setattr(loading, "weight_files_of", lambda path, revision: [])
+    monkeypatch.setattr(
+        loading, "weight_files_of", lambda path, revision: local_files(commits.get(revision, Path(path)))
+    )
+    (commits["b"] / "consolidated.safetensors").write_bytes(b"which the whole repository has beside the model")
     a, b, c = (loading.identity("owner/model", revision=name, weights=True) for name in "abc")
     assert a == b == loading.identity(str(weights_folder), revision=None, weights=True)
     assert a != c

@@ -47,3 +47,34 @@ def test_a_run_goes_on_when_the_disk_of_its_log_is_full():
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", PRINTS], stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.stderr.startswith("finished")
+
+
+ENDS = """
+import contextlib
+import sys
+from finetune.errors import InputError, RunInterrupted
+from finetune.run import entry
+from recipes import sft
+
+def main(cfg):
+    with contextlib.suppress(OSError):
+        print("a line that may be kept in a buffer")
+    if {error!r}:
+        raise {error}
+
+sys.argv = ["sft.py", "--model.path", "m", "--data.train", "d", "--train.output_dir", "o"]
+entry.run(main, sft.Config)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("error", "code", "unbuffered"),
+    [("", 0, ""), ("RunInterrupted('saved')", 75, "1"), ("InputError('wrong')", 2, "")],
+    ids=str,
+)
+def test_exit_code_of_a_run_is_kept_where_nothing_can_be_printed(error: str, code: int, unbuffered: str):
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", ENDS.format(error=error)]
+        assert subprocess.run(command, stdout=full, stderr=full, env=environment).returncode == code

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from dataclasses import asdict, replace
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -262,6 +263,14 @@ def test_a_process_that_has_traced_other_steps_traces_as_a_new_one():
 def do(job: list[Any]) -> dict[str, Any]:
     """A job that tells which process did it, or fails."""
     return {"failed": "so"} if job == ["fail"] else {"by": os.getpid()}
+
+
+def test_a_worker_that_is_killed_within_its_answer_has_failed():
+    worker = forked_workers.Worker.__new__(forked_workers.Worker)
+    worker.pipe, there = connection.Pipe()
+    os.write(there.fileno(), b"\x00\x00\x00\x10{")  # one byte of 16
+    there.close()
+    assert worker.answer() == {"failed": "its process was killed"}
 
 
 def test_a_worker_does_one_job_after_another_until_one_fails():

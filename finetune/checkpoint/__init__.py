@@ -11,7 +11,7 @@ partitions, which are ranges of flattened tensors.
 """
 
 from finetune.checkpoint.folder import hold
-from finetune.checkpoint.looking import chosen, describe_newest, is_own, look_for, room_problems
+from finetune.checkpoint.looking import chosen, describe_newest, has_saved, is_own, look_for, room_problems
 from finetune.checkpoint.reader import Checkpoint, newest, open_checkpoint
 from finetune.checkpoint.run_state import restore, restore_weights, save
 from finetune.checkpoint.saver import Saver
@@ -21,6 +21,7 @@ __all__ = [
     "Saver",
     "chosen",
     "describe_newest",
+    "has_saved",
     "hold",
     "is_own",
     "look_for",

@@ -139,6 +139,12 @@ def clear(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def unnamed(folder: Path) -> list[tuple[Path, Path]]:
+    """Complete checkpoints that do not have their final name yet, with that name: their run was killed before."""
+    found = [(path, path.with_suffix("")) for path in unfinished(folder)]
+    return [(path, to) for path, to in found if STEP.fullmatch(to.name) and not to.exists() and is_complete(path)]
+
+
 @contextmanager
 def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Lock an output folder against other runs; the first process does this for all, for the whole run.
@@ -166,10 +172,8 @@ def hold(run: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[N
             f"train.output_dir: {run} is not writable ({error.strerror or error}); choose another folder."
         ) from error
     try:
-        for temporary in unfinished(checkpoints_of(run)):
-            final = temporary.with_suffix("")
-            if STEP.fullmatch(final.name) and not final.exists() and is_complete(temporary):
-                put_in_place(temporary, final)
+        for temporary, final in unnamed(checkpoints_of(run)):
+            put_in_place(temporary, final)
         yield
     finally:
         lock.release()

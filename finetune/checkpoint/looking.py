@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune import distributed
-from finetune.checkpoint.folder import checkpoints_of, in_place, linked, unfinished, up_to
+from finetune.checkpoint.folder import checkpoints_of, in_place, linked, unfinished, unnamed, up_to
 from finetune.checkpoint.reader import Checkpoint, newest, open_all, open_checkpoint
 from finetune.errors import InputError
 from finetune.units import GIB
@@ -37,6 +37,15 @@ def look_for(resume: str, run: Path) -> tuple[Checkpoint | None, list[str]]:
             raise InputError([NONE_LEFT.format(run=run), *passed_over])
         return found, passed_over
     return open_checkpoint(Path(resume)), []
+
+
+def has_saved(run: Path) -> bool:
+    """Whether a run has a complete checkpoint, with its final name or without.
+
+    Raises:
+        InputError: as ``look_for``.
+    """
+    return bool(unnamed(checkpoints_of(run))) or look_for("auto", run)[0] is not None
 
 
 def chosen(resume: str, run: Path, strategy: distributed.Strategy, *, say: Callable[[str], None]) -> Checkpoint | None:
@@ -101,13 +110,14 @@ def room_problems(
 ) -> list[str]:
     """Why the disk of an output folder has no space for this many checkpoints and the result, as sentences.
 
-    The space of earlier checkpoints in the same folder counts as free, because new ones replace them; not that of
-    those after ``resumed_step``, which are left behind for a person to remove.
+    The space of earlier checkpoints in the same folder, and of results that are half written or replaced, counts as
+    free, because new ones take their place; not that of checkpoints after ``resumed_step``, which are left behind for a
+    person to remove.
     """
     existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
     folder = checkpoints_of(run)
     replaced = in_place(folder) if resumed_step is None else up_to(folder, resumed_step)
-    replaced += unfinished(folder)
+    replaced += [*unfinished(folder), run / "final.tmp", run / "final.old"]
     held = sum(file.stat().st_size for path in replaced for file in path.glob("*") if file.is_file())
     free, needed = shutil.disk_usage(existing).free + held, checkpoint_bytes * at_once + result_bytes
     if needed <= free:

@@ -49,6 +49,8 @@ LATER = (
 BEFORE_IT_WAS_A_KEY = {"adapter.init": "default"}
 """What checkpoints of earlier versions were trained with."""
 SAME_OPTIMIZER = ("train.optimizer",)
+CHOSEN = ("train.micro_batch_size", "train.activation_checkpointing")
+"""Of which a record has what was chosen, where the configuration says auto."""
 NEVER_TOLD = (
     "train.output_dir",
     "train.overwrite",
@@ -205,13 +207,13 @@ def describe(
     precision: str,
     weights_only: bool,
     steps: int,
-    tokens: int,
+    tokens: int | None,
 ) -> list[str]:
     """Lines for the run's output: where it resumes, and which settings changed.
 
     Args:
         steps: of the whole run, as configured now.
-        tokens: that are trained in the checkpoint's step, as configured now.
+        tokens: that are trained in the checkpoint's step, as configured now; None where that is as it was.
     """
     lines = [f"resuming after step {checkpoint.step} from {checkpoint.path}"]
     if weights_only:
@@ -224,19 +226,16 @@ def describe(
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that changed between two configurations, and is not compared by other means.
-
-    A record has what was chosen where the configuration says auto.
-    """
+    """A line for each setting that changed between two configurations, and is not compared by other means."""
     known = dict(by_key(before))
     return [
         f"changed since then: {key} {known[key]} -> {value}"
         for key, value in by_key(now)
-        if key in known and known[key] != value != "auto" and key not in NEVER_TOLD
+        if key in known and known[key] != value and key not in NEVER_TOLD and not (key in CHOSEN and value == "auto")
     ]
 
 
-def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int, tokens: int) -> str:
+def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int, tokens: int | None) -> str:
     """What a changed number of steps means for the learning rate and the rows."""
     run, last = checkpoint.contents["run"], checkpoint.step
     before = _rates(run["config"]["train"], run["steps"], last)
@@ -249,7 +248,7 @@ def _other_length(checkpoint: Checkpoint, now: Mapping[str, Any], *, steps: int,
             "differ from "
             "those of an uninterrupted run"
         )
-    if checkpoint.contents["progress"]["metrics"][-1]["tokens"] != tokens:
+    if tokens is not None and checkpoint.contents["progress"]["metrics"][-1]["tokens"] != tokens:
         then += f"; step {last} had fewer rows than it would have now, and the missing ones are skipped"
     return f"the run now has {steps} steps, not {run['steps']}: {then}"
 

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from finetune.config import foreign_keys
 from finetune.errors import InputError
 from finetune.start_up import is_first_process
 
@@ -33,6 +34,8 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(list(arguments))
+    if files := [word for word in unknown if word.endswith((".yaml", ".yml")) and known.config is None]:
+        raise InputError(f"Give the configuration with --config {files[0]}.")
     problems = [_unknown_flag(flag, config_class) for flag in unknown if flag.startswith("--")]
     if unknown and not problems:  # words after an unknown flag are assumed to be its value
         problems.append(f"{' '.join(unknown)!r} does not follow a flag; write --section.key VALUE, see --help.")
@@ -41,7 +44,7 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
         raise InputError(problems + file_problems)
     if config_class.model_config.get("extra") != "forbid":  # of a recipe that is not known: its sections, no slips
         strange = [str(key) for key in values if key not in config_class.model_fields]
-        problems += [_unknown_key(key, config_class) for key in strange if _nearest(key, config_class)]
+        problems += [_unknown_key(key, config_class) for key in strange if _is_slip(key, values, config_class)]
     for section in config_class.model_fields:  # an absent or empty section gets its defaults, or lacks keys
         values[section] = {} if values.get(section) is None else values[section]
     fields = dict(_fields(config_class))
@@ -66,6 +69,10 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
 def to_yaml(config: BaseModel) -> str:
     """The resolved configuration as YAML that can be passed back with ``--config``."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+OF_RECIPES = {"dpo": "recipes/dpo.py", "pretrain": "recipes/pretrain.py"}
+"""Sections that not every recipe has."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -136,7 +143,7 @@ def _flag_value(text: str, field: FieldInfo) -> Any:
     """A flag's text parsed as YAML, but left as it stands where the key takes text: YAML would make a number of some,
     and cut others where a comment would begin. Quotes are YAML's."""
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, lists in lists in lists
         return text
     taken = _plain_types(field.annotation)
@@ -159,7 +166,7 @@ def _read_file(path: str | None) -> tuple[dict[str, Any], list[str]]:
     if path is None:
         return {}, []
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except OSError as error:
         return {}, [f"--config {path}: the file cannot be read ({error.strerror}); check its name."]
     except yaml.MarkedYAMLError as error:
@@ -179,7 +186,7 @@ def _not_yaml(path: str, error: yaml.MarkedYAMLError) -> str:
     return f"{sentence}\n{mark.get_snippet(indent=2)}"
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """YAML in which `off` is a word, 010 is ten, a date is text, and equal keys are an error.
 
     PyYAML follows YAML 1.1, where on, off, yes and no are booleans: ``plan_check: off`` would be false. As in YAML 1.2,
@@ -187,17 +194,18 @@ class _Loader(yaml.SafeLoader):
     number octal, by which 010 and 008 would be the same seed. Of two equal keys PyYAML keeps the last without a word.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value if key.tag != _MERGE]
-        for key in keys:
-            if keys.count(key) > 1:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # as it is written, before merged sections come into it
+        keys = [(key.tag, key.value) for key, _ in node.value if key.tag != _MERGE and not isinstance(key.value, list)]
+        for tag, key in keys:
+            if keys.count((tag, key)) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", node.start_mark)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
-_Loader.yaml_implicit_resolvers = {
+Loader.yaml_implicit_resolvers = {
     first: [
         (tag, form)
         for tag, form in forms
@@ -205,7 +213,7 @@ _Loader.yaml_implicit_resolvers = {
     ]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
+Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
 
 
 def _unknown_flag(flag: str, config_class: type[BaseModel]) -> str:
@@ -217,9 +225,21 @@ def _unknown_key(key: str, config_class: type[BaseModel]) -> str:
     return f"Unknown key {key}; {_nearest(key, config_class)}see --help for all keys."
 
 
+def _is_slip(key: str, values: dict[str, Any], config_class: type[BaseModel]) -> bool:
+    """Whether a key of a file stands for a section that is missing there, or is a key outside of its section."""
+    sections = difflib.get_close_matches(key, config_class.model_fields, n=1)
+    is_outside = not isinstance(values[key], dict) and _nearest(key, config_class) != ""
+    return is_outside or any(section not in values for section in sections)
+
+
 def _nearest(key: str, config_class: type[BaseModel]) -> str:
     keys = [k for k, _ in _fields(config_class)] + ([] if "." in key else list(config_class.model_fields))
+    section = key.partition(".")[0]
+    if section not in config_class.model_fields and (script := OF_RECIPES.get(section)):
+        return f"it is for {script}: launch that, or leave it out. Otherwise "
     same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+    if not same_name and (here := foreign_keys.HERE.get(key.split(".")[-1])):
+        return f"here that is {here} (docs/migrating.md). Otherwise "
     close = same_name or difflib.get_close_matches(key, keys, n=1)
     return f"did you mean {close[0]}? Otherwise " if close else ""
 

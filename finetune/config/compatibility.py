@@ -340,7 +340,7 @@ def unreached_problems(strategy: str, parts: Sequence[str]) -> list[str]:
         return []
     return [
         f"Rows of text do not reach {', '.join(parts)} of this model, and ddp waits for a gradient of every weight; "
-        "use the strategy file fsdp2, or single on one GPU."
+        "train an adapter, which these parts have none of, or use the strategy file fsdp2, or single on one GPU."
     ]
 
 

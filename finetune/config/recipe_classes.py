@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import yaml
 
+from finetune.config.command_line import Loader
 from finetune.config.dpo_section import Dpo
 from finetune.config.pretrain_section import Budget, Corpus, Pretrain
 from finetune.config.sections import Run
@@ -46,17 +47,18 @@ def class_of(arguments: Sequence[str]) -> type[Run]:
     """
     file = config_file(arguments)
     try:
-        contents = None if file is None else yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        contents = None if file is None else yaml.load(Path(file).read_text(encoding="utf-8"), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         contents = None
-    given = set()
-    for section, values in contents.items() if isinstance(contents, dict) else ():
+    given, values = set[str](), dict[str, object]()
+    for section, inside in contents.items() if isinstance(contents, dict) else ():
         given.add(section)
-        for key, value in values.items() if isinstance(values, dict) else ():
-            given |= {f"{section}.{key}", f"{section}.{key}: {value}"}
+        values |= {f"{section}.{key}": value for key, value in inside.items()} if isinstance(inside, dict) else {}
     for word, following in zip(arguments, [*arguments[1:], ""]):
-        key, _, value = word.removeprefix("--").partition("=")
-        given |= {key, f"{key}: {value or following}"} if word.startswith("--") else set()
+        if word.startswith("--"):
+            key, _, value = word.removeprefix("--").partition("=")
+            values[key] = value or following
+    given |= {*values, *(f"{key}: {value}" for key, value in values.items())}
     return next((kind for kind in SCRIPTS if given & (_keys(kind) - _keys(Run) | OWN_VALUES.get(kind, set()))), Run)
 
 

@@ -37,7 +37,7 @@ class Model(Section):
     tokenizer: PathText | None = None
     """Folder or hub id of the tokenizer, if it is not the model's own."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; not of model.tokenizer, which is another repository."""
+    """Branch, tag or commit on the hub; not of a model.tokenizer in another repository."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. When off, a downloaded model is only data, never a program."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
@@ -55,7 +55,7 @@ class Model(Section):
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:
         """Folder or hub id of the tokenizer, and its revision."""
-        return (self.tokenizer, None) if self.tokenizer else (self.path, self.revision)
+        return (self.tokenizer, None) if self.tokenizer not in (None, self.path) else (self.path, self.revision)
 
 
 class Quantization(Section):

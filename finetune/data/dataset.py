@@ -18,6 +18,8 @@ from finetune.errors import InputError, refuse_if_any
 
 _WHOLE = 2.0**64
 MOST_PARTS_OF_HISTOGRAM = 32
+MOST_REASONS = 3
+"""Why no row can be used, of which the first row is shown."""
 
 
 def read_rows(
@@ -103,11 +105,12 @@ def _why_empty(rows: Rows, max_length: int) -> str:
             "data.too_long to cut."
         )
     if rejected:
-        source, reason = rows.summary["first_rejected"][0]
+        first = {reason: source for source, reason in reversed(rows.summary["first_rejected"])}
+        shown = "; ".join(f"{source}: {reason}" for reason, source in list(reversed(first.items()))[:MOST_REASONS])
         every = (
             f"; the reasons for all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
         )
-        return f"no usable row. {source}: {reason}{every}."
+        return f"no usable row. {shown}{every}."
     return "no rows found; give a file that has some."
 
 

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,15 @@ def _configure_fsdp(accelerator: Accelerator, strategy: Strategy, weights: str) 
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
 
 
+def _wrap_what_is_there(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Shard the layers that transformers names, of which a model may lack some (Gemma 3 has no encoder of texts):
+    Accelerate would refuse it."""
+    plugin, there = accelerator.state.fsdp_plugin, {type(module).__name__ for module in model.modules()}
+    if plugin.transformer_cls_names_to_wrap is None:
+        named: Any = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = sorted(there & set(named))
+
+
 def _configure_deepspeed(
     accelerator: Accelerator,
     accumulation: int,
@@ -298,6 +308,8 @@ def prepare(
         keep_partitioned(model)
     if pipeline:
         pipeline.begin(model)
+    if strategy.is_fsdp:
+        _wrap_what_is_there(accelerator, model)
     with _without_chatter():
         if part:
             optimizer = accelerator.prepare(optimizer)
@@ -335,6 +347,7 @@ def leave(code: int) -> None:
     done, which the launcher reports as a failed run. After an error, leaving the group properly could wait for
     processes that never come.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more, or the disk under it is full: the code tells
+            stream.flush()
     os._exit(code)

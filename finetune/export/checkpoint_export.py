@@ -89,7 +89,7 @@ def export(
             generation_settings.take_over(model, named["path"], revision=named["revision"])
             generation_settings.stop_at(model, tokenizer.eos_token_id, end_of_turn(tokenizer))
             model.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
+        models.save_tokenizer(tokenizer, temporary)
         (temporary / "README.md").write_text(_card(checkpoint, run), encoding="utf-8")
         run_files.write_run(temporary, run)
         new_folder.put_in_place(folder)

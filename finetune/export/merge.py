@@ -114,7 +114,7 @@ def merge(
         generation_settings.stop_at(merged, tokenizer.eos_token_id, end_of_turn(tokenizer))
         with _writing(folder):
             merged.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            models.save_tokenizer(tokenizer, temporary)
         del merged
         gc.collect()
         say("Reading the merged model back ...")

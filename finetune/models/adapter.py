@@ -22,7 +22,7 @@ from finetune.compat.peft_private import import_peft, only_what_is_quantised, ro
 from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
 from finetune.errors import InputError, RunStopped, first_line
-from finetune.models import new_tokens
+from finetune.models import new_tokens, text_part
 from finetune.models.adapter_start import in_terms_of_base, twice_the_rank
 from finetune.models.token_rows import compute_apart
 
@@ -111,7 +111,7 @@ def attach(
         use_rslora=section.rank_stabilized,
         use_dora=section.type == "dora",
         lora_dropout=section.dropout,
-        target_modules=section.targets if section.targets == "all-linear" else list(section.targets),
+        target_modules=_targets(model, section.targets),
         modules_to_save=list(section.modules_to_save) or None,  # PEFT adds to it
         ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
         trainable_token_indices={name: list(token_rows) for name in with_rows} or None,
@@ -139,6 +139,19 @@ def attach(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+
+
+def _targets(model: PreTrainedModel, targets: str | list[str]) -> str | list[str]:
+    """Names for PEFT: whole ones where the model has parts that rows of text do not reach, which get no adapter."""
+    parts = text_part.unreached(model)
+    if not parts:
+        return targets if isinstance(targets, str) else list(targets)
+    head = model.get_output_embeddings()
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)}
+    reached = {name: each for name, each in layers.items() if not text_part.is_within(name, parts)}
+    if targets == "all-linear":
+        return [name for name, each in reached.items() if each is not head]
+    return [name for name in reached if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 def trains_tied_weights(model: PreTrainedModel, modules_to_save: Sequence[str]) -> bool:

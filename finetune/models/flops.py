@@ -34,9 +34,15 @@ def products_of(module: torch.nn.Module, config: Any) -> tuple[float, float]:
     for each in module.parameters(recurse=False):
         shape = getattr(each, "ds_shape", each.shape)
         if len(shape) == 3:
-            size = math.prod(shape) * min(1.0, (getattr(config, "num_experts_per_tok", None) or shape[0]) / shape[0])
+            size = math.prod(shape) * min(1.0, (experts_of_a_token(config) or shape[0]) / shape[0])
             found, trained = found + size, trained + size * each.requires_grad
     return found, trained
+
+
+def experts_of_a_token(config: Any) -> int | None:
+    """As model families call it; None for all."""
+    named = (getattr(config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    return next((each for each in named if isinstance(each, int) and each), None)
 
 
 def training_flops(
@@ -47,7 +53,7 @@ def training_flops(
     trained_head_parameters: float,
     layers: int,
     heads: int,
-    head_dim: int,
+    head_dim: float,
     mean_row_length: float,
 ) -> TrainingFlops:
     """Model FLOPs of forward and backward.

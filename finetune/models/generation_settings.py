@@ -26,6 +26,7 @@ NOTHING_ELSE: dict[str, Any] = {
     "stop_strings": None,
 }
 """With these values, only what a ``Manner`` says leaves tokens out of sampling or ends an answer."""
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 MOST_LIKELY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | ONE | NOTHING_ELSE | UNCHANGED
 """For ``generate`` of transformers: the most likely answer, whatever a model's own generation_config.json says."""
 
@@ -34,14 +35,15 @@ def settle(model: PreTrainedModel) -> None:
     """Have a model's settings be such as transformers saves: it reads all that a file says, and refuses at saving what
     contradicts itself.
 
-    Settings of sampling without sampling mean that the model samples. What is wrong even then is left out, such as a
-    padding token of -1.
+    Settings of sampling mean that the model samples, unless the file says that it does not. What is wrong even then is
+    left out, such as a padding token of -1.
     """
     stored = model.generation_config
     if _can_be_saved(stored):
         return
-    kept = GenerationConfig(do_sample=True)
     named = stored.to_diff_dict().keys() - {"do_sample"}
+    samples = True if stored.do_sample is None and not named.isdisjoint(OF_SAMPLING) else stored.do_sample
+    kept = GenerationConfig(do_sample=samples)
     for name in sorted(named, key=lambda name: name != "num_beams"):  # upon which others depend
         default = getattr(kept, name, None)
         setattr(kept, name, getattr(stored, name, None))

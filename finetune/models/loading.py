@@ -28,7 +28,7 @@ from finetune.data import named_templates
 from finetune.errors import InputError, first_line, refuse_if_any
 from finetune.hub_access import is_hub_id, missing_in_folder, refuse_without_access
 from finetune.models import attention as attentions
-from finetune.models import generation_settings, packing_support, quantization
+from finetune.models import generation_settings, packing_support, quantization, text_part
 from finetune.models.attention import stock_attention
 from finetune.models.flops import products_of
 from finetune.models.weights import files as weight_files_of
@@ -171,13 +171,11 @@ def identity(path: str, *, revision: str | None, weights: bool) -> str:
     Weight files count by size and samples of their bytes, header included. So a commit on the hub that corrects the
     words of a README leaves the model what it is.
     """
-    if weights and not Path(path).is_dir():
-        weight_files_of(path, revision)  # all of them lie in the cache then
+    files = weight_files_of(path, revision) if weights else []  # and not what else lies beside them
     folder = folder_of(path, revision=revision)
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("_name_or_path", "transformers_version"):
         described.pop(key, None)
-    files = sorted(folder.glob("*.safetensors")) if weights else []
     return key_of([described, [[file.name, _sampled(file)] for file in files]])
 
 
@@ -275,6 +273,8 @@ def load_model(
         "trust_remote_code": trust_remote_code,
         "attn_implementation": None if attention == "auto" else attention,
     }
+    if attention == "auto" and packing_support.caps_scores(config):
+        common["attn_implementation"] = "eager"
     try:
         if random_weights:
             torch.manual_seed(seed)
@@ -309,18 +309,45 @@ def load_model(
 def shape(model: PreTrainedModel) -> dict[str, Any]:
     """Sizes needed to count FLOPs; taken from modules, since weights may already be partitioned."""
     config, of_head = model.config.get_text_config(), set(model.get_output_embeddings().modules())
-    every = [module for name, module in model.named_modules() if "original_m" not in name]
-    of_layers = [products_of(each, config) for each in every if each not in of_head]
+    beside = text_part.unreached(model)
+    named = [(name, module) for name, module in model.named_modules() if not text_part.is_within(name, beside)]
+    every = [module for name, module in named if "original_m" not in name]
+    of_layers, of_the_head = (
+        [products_of(each, config) for each in every if (each in of_head) == is_head] for is_head in (False, True)
+    )
     heads = getattr(config, "num_attention_heads", None) or 0  # a state-space model has none
     return {
         "matrix_parameters": sum(all_of_them for all_of_them, _ in of_layers),
         "trained_matrix_parameters": sum(trained for _, trained in of_layers),
-        "head_parameters": sum(products_of(each, config)[0] for each in of_head),
-        "trained_head_parameters": sum(products_of(each, config)[1] for each in of_head),
+        "head_parameters": sum(all_of_them for all_of_them, _ in of_the_head),
+        "trained_head_parameters": sum(trained for _, trained in of_the_head),
         "layers": config.num_hidden_layers,
         "heads": heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // max(1, heads),
+        "head_dim": _head_dim(config, every) or config.hidden_size // max(1, heads),
     }
+
+
+def _head_dim(config: PreTrainedConfig, modules: Sequence[torch.nn.Module]) -> float | None:
+    """Of a configuration, or the mean of attention modules where layers differ; None where neither has one."""
+    try:
+        return getattr(config, "head_dim", None)
+    except RuntimeError:  # of transformers: it is one size in some layers, and another in others
+        sizes = [size for each in modules if isinstance(size := getattr(each, "head_dim", None), int)]
+        return sum(sizes) / len(sizes) if sizes else None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error  # of tokenizers, which has no type for it
 
 
 @torch.no_grad()

@@ -37,8 +37,7 @@ def attention_for(
     """
     chosen = PACKED if attention == "auto" else attention
     lacking = problems(config, attention=chosen, dtype=dtype, capability=own_capability(), own_code=own_code)
-    padded = "eager" if attention == "auto" and caps_scores(config) else attention
-    return padded if lacking and not packing else chosen, not lacking
+    return attention if lacking and not packing else chosen, not lacking
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.config.refusals import recomputation_problems
 from finetune.models.activation_offload import offload_activations
+from finetune.models.text_part import decoder_of
 
 
 def recompute_activations(model: PreTrainedModel, layers: int | None = None, *, offloads: bool = False) -> None:
@@ -36,7 +37,7 @@ def recompute_activations(model: PreTrainedModel, layers: int | None = None, *, 
 
 def layers_of(model: torch.nn.Module) -> list[Any]:
     """The layers that can be recomputed one by one, in their order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in decoder_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recomputed_parts(model: torch.nn.Module) -> set[torch.nn.Module]:

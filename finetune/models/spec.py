@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
-from finetune.models import fused, loading, new_tokens, packing_support, quantization
+from finetune.models import fused, loading, new_tokens, packing_support, quantization, text_part
 from finetune.models.end_tokens import end_tokens_of
 from finetune.models.new_tokens import NewTokens
 
@@ -76,9 +76,7 @@ class ModelSpec:
     @property
     def unreached(self) -> list[str]:
         """Parts of the model that rows of text do not reach, such as an encoder of images."""
-        used = {*self.skeleton.get_decoder().parameters(), *self.skeleton.get_output_embeddings().parameters()}
-        outside = [name for name, parameter in self.skeleton.named_parameters() if parameter not in used]
-        return sorted({".".join(name.split(".")[:2]) for name in outside})
+        return text_part.unreached(self.skeleton)
 
     @property
     def stored_dtype(self) -> torch.dtype:

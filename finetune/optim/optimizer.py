@@ -54,7 +54,9 @@ def build_optimizer(
     embeddings = {name: trained[name] for name in _names_of_embeddings(model) if name in trained}
     kept = set() if decay_embeddings else set(embeddings.values())
     ratios = {"layer_decay": layer_decay, "lora_plus_ratio": lora_plus_ratio}
-    scale_of = {trained[name]: each for name, each in scales_of(trained, embeddings=embeddings, **ratios).items()}
+    every = [name for name, _ in model.named_parameters()]
+    scales = scales_of(trained, of_model=every, embeddings=embeddings, **ratios)
+    scale_of = {trained[name]: each for name, each in scales.items()}
     for module in model.modules():
         is_vector = any(word in type(module).__name__.lower() for word in ("norm", "dora"))  # DoRA's magnitudes
         for key, parameter in module.named_parameters(recurse=False):

@@ -33,6 +33,13 @@ def problems(folder: Path, *, overwrite: bool, resumes: bool, inputs: Sequence[s
     Args:
         inputs: data sources and files that the run reads, as in the configuration. They may be in the folder.
     """
+    try:
+        return _problems(folder, overwrite=overwrite, resumes=resumes, inputs=inputs)
+    except OSError as error:  # of a folder above it that may not be entered, or a name that is too long
+        return [f"train.output_dir: {folder} cannot be used ({error.strerror or error}); choose another folder."]
+
+
+def _problems(folder: Path, *, overwrite: bool, resumes: bool, inputs: Sequence[str]) -> list[str]:
     if overwrite and resumes:
         return ["train.overwrite replaces a run, but checkpoint.resume continues it; set only one of them."]
     if folder.exists() and not folder.is_dir():

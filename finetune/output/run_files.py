@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from finetune.cache import flush, flush_all
 from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
-from finetune.models import adapter
+from finetune.models import adapter, loading
 from finetune.output.run_reading import line_of, read_metrics, read_run
 
 PACKAGES = (
@@ -177,13 +177,14 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the code that runs, with ``+changes`` where the tree has some; None outside a repository."""
+    """Commit of the code that runs, with ``+changes`` where the tree has some; None outside of its repository."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     if shutil.which("git") is None:
         return None
+    known = subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    if head.returncode != 0:
+    if known.returncode or head.returncode:  # it may be another project's, in which this one is installed
         return None
     changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return head.stdout.strip() + ("+changes" if changes else "")
@@ -317,9 +318,10 @@ def save_final(
                 model.save_pretrained(temporary, state_dict=state)
                 model.config.dtype = dtype  # save_pretrained has written that of the model in memory
                 model.config.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            loading.save_tokenizer(tokenizer, temporary)
             (temporary / "README.md").write_text(card, encoding="utf-8")
             write_run(temporary, record)
+            flush_all(temporary)  # before it takes the name that stands for a finished run
         except (OSError, SafetensorError) as error:
             raise RunStopped(
                 f"{folder / 'final'} could not be written ({error}); free some space, and resume from the newest "
@@ -340,11 +342,9 @@ def save_final(
 
 
 def replace(temporary: Path, final: Path) -> None:
-    """Put a complete folder in the place of an earlier one, which is there until then. The disk holds all of it before
-    it has the name that stands for a finished run."""
+    """Put a complete folder in the place of an earlier one, which is there until then."""
     old = final.with_name(final.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
-    flush_all(temporary)
     if final.exists():
         final.rename(old)
     temporary.rename(final)

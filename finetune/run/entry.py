@@ -1,5 +1,6 @@
 """The entry point of a recipe's script: ``run(main, Config)``, which makes exit codes of errors."""
 
+import contextlib
 import os
 import sys
 import time
@@ -34,12 +35,18 @@ def run(main: Callable[[Config], object], config_class: type[Config]) -> None:
         main(parse(config_class, sys.argv[1:]))
     except RunInterrupted as ended:  # on all processes at once
         if is_first_process():
-            print(ended, file=sys.stderr)
+            _say(str(ended))
         distributed.leave(EXIT_CODE_OF_INTERRUPTED_RUN)
     except (InputError, RunStopped) as error:
         if not is_first_process():
             time.sleep(30 + int(os.environ.get("LOCAL_RANK", "0")))
         for problem in error.problems if isinstance(error, InputError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr)
+            _say(f"error: {problem}")
         distributed.leave(EXIT_CODE_OF_BAD_INPUT if isinstance(error, InputError) else EXIT_CODE_OF_STOPPED_RUN)
     distributed.leave(0)
+
+
+def _say(line: str) -> None:
+    """On standard error, which may be a terminal that was closed, or on a full disk: the exit code tells it too."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)

@@ -1,16 +1,18 @@
 """The lines that a run writes as it goes: metrics.jsonl, rejected.jsonl, trackers, and the screen."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import resuming
+from finetune.checkpoint import describe_newest, resuming
 from finetune.checkpoint.reader import Checkpoint
 from finetune.data import dataset
 from finetune.data.batches import Batches
 from finetune.data.rows import Rows
 from finetune.data.streaming import Stream
+from finetune.errors import RunStopped
 from finetune.output import run_files
 from finetune.output.run_reading import line_of
 from finetune.output.run_record import RunRecord
@@ -37,8 +39,9 @@ class Logbook:
         """
         if not self.writes:
             return
-        self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite))
-        run_files.write_run(self.folder, record.as_dict())
+        with self._told():
+            self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite))
+            run_files.write_run(self.folder, record.as_dict())
         self._say(self.rejected_file.append(chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out))))
 
     def write(self, finished: list[dict[str, Any]]) -> None:
@@ -55,8 +58,23 @@ class Logbook:
     def complete(self, step: int, metrics: dict[str, Any]) -> None:
         """Add figures to the line of a step that was written before."""
         if self.writes:
-            run_files.complete_metrics(self.folder, step, [metrics])
+            with self._told():
+                run_files.complete_metrics(self.folder, step, [metrics])
             self.trackers.complete({key: metrics[key] for key in metrics if key == "step" or key.startswith("eval_")})
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """
+        Raises:
+            RunStopped: in place of an OSError.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise RunStopped(
+                f"The records of the run in {self.folder} could not be written ({error.strerror or error}); free some "
+                f"space; {describe_newest(self.folder)}."
+            ) from error
 
     def close(self) -> None:
         """Write what still waits for a disk that was full."""

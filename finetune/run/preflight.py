@@ -136,7 +136,8 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
         + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
-    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton) + unreached_problems(launch.name, spec.unreached))
+    unreached = spec.unreached if cfg.adapter.type == "none" else []  # of which an adapter has no part
+    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton) + unreached_problems(launch.name, unreached))
     refuse_if_any(_part_problems(cfg, launch, spec))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)
@@ -382,7 +383,7 @@ def as_restarted(cfg: Configuration, launch: distributed.Strategy) -> Configurat
     folder, resume = Path(cfg.train.output_dir), cfg.checkpoint.resume
     if run_files.identity_of_run(folder).get("launcher") != distributed.launcher_of(launch):
         return cfg
-    is_from_elsewhere = resume not in ("none", "auto") and checkpoint.look_for("auto", folder)[0] is None
+    is_from_elsewhere = resume not in ("none", "auto") and not checkpoint.has_saved(folder)
     return cfg.model_copy(
         update={
             "checkpoint": cfg.checkpoint.model_copy(update={"resume": resume if is_from_elsewhere else "auto"}),

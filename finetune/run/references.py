@@ -50,10 +50,9 @@ def know_references(session: Session) -> None:
     ]
     if session.spec.new_tokens:  # all rows of the vocabulary share the probability
         key.append(session.spec.new_tokens.all_rows)
-    if session.cfg.adapter.from_:  # what it begins with is part of the reference
-        key.append([continued_adapter.identity(session.cfg.adapter), session.cfg.adapter.alpha])
-    if session.cfg.adapter.init != "default":
-        key.append(session.cfg.adapter.model_dump())
+    adapter = session.cfg.adapter
+    if adapter.from_ or adapter.init != "default":  # what it begins with is part of the reference
+        key.append([continued_adapter.identity(adapter), adapter.model_dump() | {"from": None}])
     if any(map(_are_judged, every)):
         key.append("with the answers of others")
     file = cache_folder() / OWN_NAME / f"{key_of(key)}.npy"

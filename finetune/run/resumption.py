@@ -82,8 +82,11 @@ class Resumption:
             names: of the figures that every evaluation has now.
         """
         checkpoint.restore(self.checkpoint, self.launch, accelerator, model, optimizer, weights_only=self.weights_only)
-        with distributed.long_wait():  # a stream is read up to there, while nobody waits in a step's collective
-            tokens = batches.step(self.checkpoint.step).trained_tokens
+        at, before = self.checkpoint.step, self.checkpoint.contents["run"]["steps"]
+        tokens = None
+        if at < batches.steps or before != batches.steps:
+            with distributed.long_wait():  # a stream is read up to there, while nobody waits in a step's collective
+                tokens = batches.step(at).trained_tokens
         for line in resuming.describe(self.checkpoint, **self._now, steps=batches.steps, tokens=tokens):
             say(line)
         progress = Progress.read(self.checkpoint.contents["progress"])

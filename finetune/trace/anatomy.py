@@ -5,8 +5,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import InputError
 from finetune.hardware.cards import AMPERE
-from finetune.models import deferred_gradients, expert_layers, packing_support, pipeline_stages, routers, tensor_plan
+from finetune.models import (
+    deferred_gradients,
+    expert_layers,
+    packing_support,
+    pipeline_stages,
+    routers,
+    tensor_plan,
+    text_part,
+)
 from finetune.models.attention import PACKED
+from finetune.models.flops import experts_of_a_token
 from finetune.trace.layers import Anatomy, repetition
 from finetune.trace.placement import SPLITS
 from finetune.trace.tensor_parts import DIVIDED
@@ -44,6 +53,7 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         costs=tuple(pipeline_stages.costs_of(skeleton)),
         deferrable_share=deferred_gradients.share_of(skeleton),
         deferrable_width=deferred_gradients.width_of(skeleton),
+        unreached=tuple(text_part.unreached(skeleton)),
         ties=head is not None and head.weight is skeleton.get_input_embeddings().weight,
         not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
         sizes=_shared_sizes(text, skeleton) if config is text else (),
@@ -75,7 +85,7 @@ def decoder_layers(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
     Raises:
         InputError: if there is none.
     """
-    for module in model.modules():
+    for module in text_part.decoder_of(model).modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
             return module
     raise InputError(f"The model has no list of {layers} layers, so its step cannot be traced layer by layer.")
@@ -101,7 +111,7 @@ def _kind(layer: torch.nn.Module) -> object:
 def _idle(text: PreTrainedConfig, parameters: dict[str, torch.nn.Parameter]) -> int:
     """Elements of experts that a token does not meet."""
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    chosen = getattr(text, "num_experts_per_tok", None)
+    chosen = experts_of_a_token(text)
     if not experts or not chosen:
         return 0
     stacked = sum(each.numel() for each in parameters.values() if each.ndim == 3 and each.shape[0] == experts)

@@ -1,0 +1,147 @@
+"""Of a model that also reads images, the part that rows of text reach is trained alone, under every strategy."""
+
+import json
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+import tiny
+import torch
+from parity import FP32_TOLERANCE, assert_parity
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import distributed
+from finetune.cli.commands import main
+from finetune.config import sections
+from finetune.errors import InputError
+from finetune.models import adapter, text_part
+from finetune.models import loading as models
+from finetune.models.recomputation import layers_of
+from finetune.run import preflight
+from recipes import sft
+
+TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 1, "eos_token_id": 1, "bos_token_id": None}
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES |= {"image_size": 32, "patch_size": 16}
+BESIDE = ["model.multi_modal_projector", "model.vision_tower"]
+LORA = {"adapter__type": "lora", "adapter__rank": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Gemma 3 that reads images too."""
+    path = tmp_path_factory.mktemp("gemma3")
+    of_all = {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502, "dtype": "float32"}
+    config = AutoConfig.for_model("gemma3", text_config=TEXT, vision_config=IMAGES, eos_token_id=1, **of_all)
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(path)
+    tiny.build_tokenizer().save_pretrained(path)
+    return tiny.write_weights(path)
+
+
+def skeleton(folder: Path) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def test_parts_that_rows_of_text_do_not_reach_are_named_and_other_models_have_none(folder: Path, model_folder: Path):
+    assert text_part.unreached(skeleton(folder)) == BESIDE
+    assert text_part.unreached(skeleton(model_folder)) == []
+    for family in ("gpt2", "bert", "roberta"):
+        with torch.device("meta"):
+            other = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, is_decoder=True))
+        assert text_part.unreached(other) == []
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "fc1", "mlp.down_proj"]], ids=str)
+def test_an_adapter_has_no_part_in_them(targets: Any, folder: Path):
+    adapted = adapter.on_a_copy(skeleton(folder), sections.Adapter(type="lora", targets=targets))
+    trained = {name.partition(".lora_")[0] for name, each in adapted.named_parameters() if each.requires_grad}
+    assert all(name.startswith("model.language_model.layers.") for name in trained)
+    assert len(trained) == 3 * (7 if targets == "all-linear" else 2)
+
+
+def test_names_of_their_layers_alone_are_refused(folder: Path):
+    with pytest.raises(InputError, match=r"change adapter\.targets"):
+        adapter.on_a_copy(skeleton(folder), sections.Adapter(type="lora", targets=["fc1"]))
+
+
+def test_layers_and_flops_are_those_of_the_text(folder: Path):
+    model, text = skeleton(folder), AutoConfig.from_pretrained(folder).text_config
+    with torch.device("meta"):
+        alone = AutoModelForCausalLM.from_config(text)
+    assert len(layers_of(model)) == 3
+    assert models.shape(model) == models.shape(alone)
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("single") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        sft.main(scenarios.configuration(folder, conversations, output, **LORA))
+    return output
+
+
+def test_the_saved_adapter_is_read_by_peft_and_can_be_trained_on(
+    single: Path, folder: Path, conversations: Path, tmp_path: Path
+):
+    base, tokens = AutoModelForCausalLM.from_pretrained(folder), torch.arange(5, 25)[None]
+    before = base(tokens).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of missing and of unknown weights
+        model = PeftModel.from_pretrained(base, str(single / "final"))
+    assert (model(tokens).logits - before).abs().max() > 1e-4
+    with safe_open(single / "final" / "adapter_model.safetensors", "pt") as file:
+        assert all(".language_model." in name for name in file.keys())  # noqa: SIM118  # it is no mapping
+    changes = {"adapter__from": str(single), "model__random_weights": False, "train__steps": 1}
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
+    named = json.loads((tmp_path / "run" / "final" / "adapter_config.json").read_text())
+    assert named["r"] == 4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_losses_are_those_of_one_process(
+    strategy: str, ranks: Any, single: Path, folder: Path, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(folder, conversations, tmp_path / "run", train__micro_batch_size=2, **LORA)
+    for seen in ranks(2).run(scenarios.train, config, strategy=strategy):
+        assert seen["world_size"] == 2
+    expected = scenarios.read_metrics(single)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    assert_parity(scenarios.read_metrics(tmp_path / "run"), expected, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("adapter_type", ["none", "lora"])
+def test_a_plan_has_what_a_run_would_start(adapter_type: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    command = [
+        "plan",
+        "--model",
+        str(folder / "config.json"),
+        "--gpus",
+        "2x24GB",
+        "--adapter.type",
+        adapter_type,
+        "--json",
+    ]
+    assert main([*command, "--data.max_length", "64"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert ("ddp" in {row["strategy"] for row in told["rows"]}) == (adapter_type == "lora")
+    assert "fsdp2" in {row["strategy"] for row in told["rows"]}
+
+
+def test_training_all_weights_where_some_get_no_gradient_is_refused_under_ddp(
+    folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for strategy, is_refused in (("ddp", True), ("fsdp2", False)):
+        launch = distributed.Strategy(strategy, 0, 2, 1, "no", True)
+        with (
+            pytest.raises(InputError, match="ddp waits for a gradient of every weight") if is_refused else nullcontext()
+        ):
+            preflight.check(scenarios.configuration(folder, conversations, tmp_path / "run"), launch)
