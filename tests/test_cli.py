@@ -1,9 +1,11 @@
 """What every verb of the `finetune` command does alike."""
 
+import errno
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -233,6 +235,28 @@ def test_init_says_where_it_has_copied_what(
     told = json.loads(capsys.readouterr().out)
     assert (told["folder"], told["kept"]) == ("third", [])
     assert sorted(told["copied"]) == sorted(path.name for path in Path("third").iterdir())
+
+
+@pytest.mark.parametrize("first_lost", ["accelerate_config", "constraints.txt"])
+def test_init_on_a_full_disk_leaves_no_half_of_a_project(
+    first_lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    copy, lost = shutil.copyfile, OSError(errno.ENOSPC, "No space left on device")
+
+    def filling(source: Any, file: Any, **kwargs: Any) -> Any:
+        if first_lost in str(file):
+            raise lost
+        return copy(source, file, **kwargs)
+
+    (tmp_path / "README.md").write_text("mine")
+    monkeypatch.setattr(shutil, "copyfile", filling)
+    assert commands.main(["init", str(tmp_path)]) == 2
+    assert f"{tmp_path} cannot be written (" in (said := capsys.readouterr().err)
+    assert "No space left on device" in said
+    assert len(said.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    monkeypatch.undo()
+    assert commands.main(["init", str(tmp_path)]) == 0
 
 
 @pytest.mark.usefixtures("arithmetic_steps")

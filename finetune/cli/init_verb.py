@@ -22,7 +22,8 @@ def init(folder: Path, *, as_json: bool = False) -> int:
     try:
         kept = unpack(folder)
     except OSError as error:
-        reason = error.strerror or error
+        first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror  # which is of many files
+        reason = first or error
         raise InputError(f"{folder} cannot be written ({reason}); choose another folder.") from error
     copied = [name for name in (*FOLDERS, *FILES) if name not in kept]
     if as_json:
@@ -48,15 +49,23 @@ def unpack(folder: Path) -> list[str]:
 
     Raises:
         InputError: if a folder of ours is there; nothing is written then.
+        OSError: if it cannot be written; what was copied is gone then.
     """
     taken = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
     if taken or (folder.exists() and not folder.is_dir()):
         raise InputError(f"{', '.join(taken) or folder} already exists; choose another folder. Nothing was written.")
-    for name in FOLDERS:
-        shutil.copytree(shipped_files() / name, folder / name, ignore=NOT_COPIED)
     sources = (Path(__file__).with_name("project_readme.md"), shipped_files() / "constraints.txt")
     kept = [name for name in FILES if (folder / name).exists()]
-    for name, source in zip(FILES, sources):
-        if name not in kept:
-            shutil.copyfile(source, folder / name)
+    copied = [(source, folder / name) for name, source in zip(FILES, sources) if name not in kept]
+    try:
+        for name in FOLDERS:
+            shutil.copytree(shipped_files() / name, folder / name, ignore=NOT_COPIED)
+        for source, file in copied:
+            shutil.copyfile(source, file)
+    except OSError:  # half a project would be in the way of another try
+        for name in FOLDERS:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for _, file in copied:
+            file.unlink(missing_ok=True)
+        raise
     return kept
