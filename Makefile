@@ -83,18 +83,18 @@ model: $(VENV)/.demo
 	@python -m finetune.cli.demo_model > /dev/null
 
 # PyTorch first and alone: a package that asks for any PyTorch then finds the pinned one in place
-$(VENV)/bin/python: constraints.txt
+$(VENV)/.torch: constraints.txt
 	@echo "Installing PyTorch into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/bin/python setup.cfg
+$(VENV)/.demo: $(VENV)/.torch setup.cfg
 	@echo "Installing finetune and what the demo needs"
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/bin/python setup.cfg
+$(VENV)/.test: $(VENV)/.torch setup.cfg
 	@echo "Installing finetune and what the tests need"
 	@$(PIP) --editable '.[deepspeed,demo,notebooks,test]'
 	@touch $@ $(VENV)/.demo
