@@ -363,6 +363,18 @@ def test_fp32_merge_of_a_bf16_run_is_equal_and_a_bf16_merge_is_rounded(
     assert "includes" not in merging.describe(exact)
 
 
+@pytest.mark.parametrize(("model_type", "expected"), [("gemma2", "eager"), ("llama", None)])
+def test_a_merged_model_is_read_back_with_the_attention_that_it_was_trained_with(
+    model_type: str, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Which caps scores in Gemma 2, and in versions of transformers does not where nobody asks for it."""
+    asked = dict[str, Any]()
+    monkeypatch.setattr(merging.AutoModelForCausalLM, "from_pretrained", lambda _, **how: asked.update(how))
+    source: Any = SimpleNamespace(config=AutoConfig.for_model(model_type), trust_remote_code=False)
+    merging._read_back(tmp_path, torch.float32, source)
+    assert asked["attn_implementation"] == expected
+
+
 @pytest.mark.parametrize(
     ("kl", "bits", "onto", "rounding", "verdict"),
     [

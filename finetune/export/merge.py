@@ -27,7 +27,7 @@ from finetune.errors import InputError, RunStopped, refuse_if_any
 from finetune.export import adapted_model, adapter_source, comparison, new_folder
 from finetune.export.adapter_source import AdapterSource
 from finetune.export.comparison import Difference
-from finetune.models import generation_settings, quantization
+from finetune.models import generation_settings, packing_support, quantization
 from finetune.models import loading as models
 from finetune.units import GIB
 
@@ -118,7 +118,7 @@ def merge(
         del merged
         gc.collect()
         say("Reading the merged model back ...")
-        saved = _read_back(temporary, out, trust_remote_code)
+        saved = _read_back(temporary, out, source)
         difference = comparison.compare(before, comparison.logits(adapted_model.on_device(saved), text))
         limit = largest_kl(source, onto, rounding)
         result = {
@@ -189,9 +189,14 @@ def _kl_of_rounding(trained: Any, dtype: torch.dtype, before: Sequence[torch.Ten
         return comparison.compare(before, comparison.logits(trained, text)).mean_kl
 
 
-def _read_back(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _read_back(folder: Path, dtype: torch.dtype, source: AdapterSource) -> Any:
+    """The merged model, with the attention that the model has with its adapter."""
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        folder,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=source.trust_remote_code,
+        attn_implementation="eager" if packing_support.caps_scores(source.config) else None,
     )
 
 
