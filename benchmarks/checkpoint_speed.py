@@ -35,6 +35,7 @@ import psutil
 from benchmarks.measuring import Memory, gathered
 from finetune.errors import InputError, refuse_if_any
 from finetune.output import run_files
+from finetune.units import GIB
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "checkpoint_speed.json"
@@ -274,13 +275,13 @@ def room_problems(folder: Path, state_bytes: int) -> list[str]:
     found = []
     if free < 2.5 * state_bytes:
         found.append(
-            f"{folder} has {free / 2**30:.1f} GiB left, and two checkpoints take {2.5 * state_bytes / 2**30:.1f}; make "
+            f"{folder} has {free / GIB:.1f} GiB left, and two checkpoints take {2.5 * state_bytes / GIB:.1f}; make "
             "room, name another folder with --folder, or give fewer --layers."
         )
     if memory < 2.2 * state_bytes:
         found.append(
-            f"{memory / 2**30:.1f} GiB of memory are free, and the state and its copy take "
-            f"{2.2 * state_bytes / 2**30:.1f}; end other programs, or give fewer --layers."
+            f"{memory / GIB:.1f} GiB of memory are free, and the state and its copy take "
+            f"{2.2 * state_bytes / GIB:.1f}; end other programs, or give fewer --layers."
         )
     return found
 
@@ -326,8 +327,8 @@ def summary(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
 def described(run: dict[str, Any]) -> str:
     return (
         f"saved in {run['save_seconds']:.1f} and {run['second_save_seconds']:.1f} s, of which training stood still "
-        f"{run['stall_seconds']:.1f} and {run['second_stall_seconds']:.1f} s, with {run['save_bytes'] / 2**30:.2f} GiB "
-        f"more memory; restored in {run['restore_seconds']:.1f} s with {run['restore_bytes'] / 2**30:.2f} GiB more"
+        f"{run['stall_seconds']:.1f} and {run['second_stall_seconds']:.1f} s, with {run['save_bytes'] / GIB:.2f} GiB "
+        f"more memory; restored in {run['restore_seconds']:.1f} s with {run['restore_bytes'] / GIB:.2f} GiB more"
     )
 
 
@@ -343,7 +344,7 @@ def table(measured: dict[str, Any]) -> str:
             own = found[name]
             keys = ("save_seconds", "second_save_seconds", "second_stall_seconds", "restore_seconds")
             seconds = " | ".join(f"{own[key]:.1f}" for key in keys)
-            gib = " | ".join(f"{own[key] / 2**30:.2f}" for key in ("own_bytes", "save_bytes", "restore_bytes"))
+            gib = " | ".join(f"{own[key] / GIB:.2f}" for key in ("own_bytes", "save_bytes", "restore_bytes"))
             lines.append(f"| {launch} | {name} | {seconds} | {gib} |")
         ratios = " | ".join(f"{found['times_theirs'][key]:.2f}" for key in keys)
         lines.append(f"| {launch} | ours / theirs | {ratios} | | | |")
@@ -361,8 +362,8 @@ def broken_bounds(measured: dict[str, Any]) -> list[str]:
             if not times <= SLOWER
         ]
         found += [
-            f"{launch}: a process took {of[OURS][key] / 2**30:.2f} GiB more memory to {what}, and its share of the "
-            f"state is {of[OURS]['own_bytes'] / 2**30:.2f} GiB; look for what is held twice."
+            f"{launch}: a process took {of[OURS][key] / GIB:.2f} GiB more memory to {what}, and its share of the "
+            f"state is {of[OURS]['own_bytes'] / GIB:.2f} GiB; look for what is held twice."
             for key, what in (("save_bytes", "save"), ("restore_bytes", "restore"))
             if of[OURS][key] > of[OURS]["own_bytes"] + BESIDE
         ]

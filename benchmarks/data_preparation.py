@@ -34,6 +34,7 @@ import psutil
 from benchmarks.made_up_rows import SEED, made_up_conversations, repeated, write_rows
 from benchmarks.measuring import Stopwatch, growth, measured_in, median, peak_memory
 from finetune.errors import InputError, refuse_if_any
+from finetune.units import GIB
 
 RESULTS = Path(__file__).parent / "results" / "data_preparation.json"
 FASTER = 2.0
@@ -246,7 +247,7 @@ def room_problems(folder: Path, needed: int) -> list[str]:
     if free >= needed:
         return []
     return [
-        f"{folder} has {free / 2**30:.1f} GiB left, and the measurement may need {needed / 2**30:.1f}; make room, name "
+        f"{folder} has {free / GIB:.1f} GiB left, and the measurement may need {needed / GIB:.1f}; make room, name "
         "another folder with the environment variable TMPDIR, or give fewer rows."
     ]
 

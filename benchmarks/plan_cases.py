@@ -21,6 +21,7 @@ from finetune.planner import Model
 from finetune.planner.memory import needed_bytes
 from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer
+from finetune.units import GIB
 
 POSITIONS = 131072
 
@@ -177,7 +178,7 @@ def at_edge(case: Case, share: float, machines: Machines) -> Case | None:
     None if its weights alone need more.
     """
 
-    memory_bytes, large = machines.gpu.memory_gib * 2**30, machines.gpu.has_large_workspaces
+    memory_bytes, large = machines.gpu.memory_gib * GIB, machines.gpu.has_large_workspaces
 
     def of_length(steps: int) -> Case:
         tokens = steps * EDGE_STEP

@@ -11,12 +11,15 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from finetune.units import GIB
 
 from . import plan_cases
 from .plan_cases import Case
@@ -25,9 +28,10 @@ ROOT = Path(__file__).parent.parent
 STEPS = 4
 """Of the optimizer; the speed is that of the steps after the first."""
 PATIENCE_SECONDS = 240.0
+LAST_WORDS_SECONDS = 5.0
+"""Of other processes, after one has failed."""
 KINDS = ("allocated", "reserved", "requested")
 """Peaks of PyTorch's allocator: in blocks, from the driver, and as it was asked for."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Bench:
         answers = [self.folder / f"answer-{rank}.json" for rank in range(len(ready.processes))]
         try:
             for process, answer in zip(ready.processes, answers):
+                answer.unlink(missing_ok=True)  # of another run
                 told = {"config": config, "answer": str(answer), "memory_for_rehearsal": self.memory_for_rehearsal}
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(told) + "\n")
@@ -118,8 +123,7 @@ class Bench:
             after = self.cases[self.cases.index(case) + 1 :][:1]
             if after and case.edge is None and after[0].edge is None:
                 self.waiting = self.start(after[0])
-            _wait(ready)
-            found = together([json.loads(answer.read_text()) for answer in answers])
+            found = together(_answered(ready, answers))
             return found | (of_the_run(output) if found["outcome"] == "finished" else {})
         finally:
             _end(ready.processes)
@@ -143,14 +147,26 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.wait()
 
 
-def _wait(ready: Waiting) -> None:
-    for process, log in zip(ready.processes, ready.logs):
-        try:
-            code = process.wait(PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"There was no answer within {PATIENCE_SECONDS:.0f} seconds.") from error
-        if code != 0:
-            raise RuntimeError(f"A process ended with {code}: {log.read_text(errors='replace')[-2000:]}")
+def _answered(ready: Waiting, answers: Sequence[Path]) -> list[dict[str, Any]]:
+    """What all processes of a run tell, or those that had no memory for it: the others end badly then, or wait on.
+
+    Raises:
+        RuntimeError: if a process fails for another reason, or all take too long, with the end of what it said.
+    """
+    deadline, failed = time.monotonic() + PATIENCE_SECONDS, ""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ready.processes]
+        found = [json.loads(answer.read_text()) for answer, code in zip(answers, codes) if code == 0]
+        if len(found) == len(answers):
+            return found
+        if short := [each for each in found if each["outcome"] != "finished"]:
+            return short
+        for code, log in zip(codes, ready.logs):
+            if code and not failed:  # one that had no memory may be about to say so
+                failed = f"A process ended with {code}: {log.read_text(errors='replace')[-2000:]}"
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+        time.sleep(0.1)
+    raise RuntimeError(failed or f"There was no answer within {PATIENCE_SECONDS:.0f} seconds.")
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

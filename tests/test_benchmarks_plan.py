@@ -2,10 +2,11 @@
 
 import json
 import statistics
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -237,6 +238,49 @@ def test_most_of_any_process_counts_and_one_that_ran_out_is_enough():
     found = plan_runs.together([part, other])
     assert (found["outcome"], found["allocated_gib"], found["free_gib_at_start"]) == ("finished", 2.0, 4.0)
     assert plan_runs.together([part, other | {"outcome": "out of memory"}])["outcome"] == "out of memory"
+
+
+ENDS = {
+    "finished": ('{"outcome": "finished"}', 0),
+    "out of memory": ('{"outcome": "out of memory"}', 0),
+    "lost another": ("", 1),
+    "waits": ("", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (("finished", "finished"), ["finished", "finished"]),
+        (("lost another", "out of memory"), ["out of memory"]),
+        (("waits", "out of memory"), ["out of memory"]),
+        (("finished", "lost another"), "A process ended with 1: lost another"),
+        (("waits", "lost another"), "A process ended with 1: lost another"),
+        (("finished", "waits"), "no answer within 1 seconds"),
+    ],
+    ids=str,
+)
+def test_a_process_without_memory_is_told_from_those_that_it_left_alone(
+    ends: tuple[str, str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(plan_runs, "PATIENCE_SECONDS", 1.0 if "no answer" in expected else 60.0)
+    answers, logs = ([tmp_path / f"{kind}-{rank}" for rank in range(2)] for kind in ("answer", "said"))
+    processes: list[Any] = []
+    for end, answer, log in zip(ends, answers, logs):
+        said, code = ENDS[end]
+        does = "sleep 60" if code is None else f"echo '{said}' > {answer}; exit {code}"
+        log.write_text(end)
+        processes.append(subprocess.Popen(["sh", "-c", does]))
+    ready = plan_runs.Waiting(cast(Any, None), processes, logs)
+    try:
+        if isinstance(expected, str):
+            with pytest.raises(RuntimeError, match=expected):
+                plan_runs._answered(ready, answers)
+        else:
+            assert [each["outcome"] for each in plan_runs._answered(ready, answers)] == expected
+    finally:
+        plan_runs._end(processes)
 
 
 @pytest.mark.slow
