@@ -13,10 +13,15 @@ cd "$(dirname "$0")/.."
 out=${1:?folder for the results}
 shift
 # as on a GPU, also where the CPU has no units for it
-if [ -n "${REHEARSAL:-}" ]; then export ACCELERATE_MIXED_PRECISION=bf16; fi
+if [ -n "${REHEARSAL:-}" ]; then
+  export ACCELERATE_MIXED_PRECISION=bf16
+elif ! python -c 'import torch; torch.zeros(1, device="cuda")'; then
+  echo "PyTorch reaches no GPU here, and everything would be left out or measured on the CPU; REHEARSAL=1 tries it there."
+  exit 2
+fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-every=(tests fp8_8b lora_8b offload_8b qlora_8b full_8b_8bit fp8_1b full_1b_bf16 full_1b plan checkpoint)
+every=(tests fp8_8b lora_8b offload_8b qlora_8b full_8b_8bit fp8_1b full_1b_bf16 full_1b plan)
 minutes=8
 
 step() { # model, method, and further flags
@@ -27,7 +32,7 @@ step() { # model, method, and further flags
     flags=(--peers recipe "${@:3}" --max_length 256 --rows 2 --micro_batch 1 --steps 2)
   fi
   # three peers in eight minutes, each of which leaves its line when it ends
-  python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 220 \
+  python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 140 \
     --results "$out/step.jsonl"
 }
 
@@ -53,13 +58,6 @@ run_part() {
       local how=(--minutes 7)
       if [ -n "${REHEARSAL:-}" ]; then how=(--rehearse); fi
       python -m benchmarks.plan_accuracy "${how[@]}" --results "$out/plan_accuracy.json"
-      ;;
-    checkpoint)
-      if [ -n "${REHEARSAL:-}" ]; then # it would measure this machine's disk: no result, and not an old one either
-        python -m benchmarks.checkpoint_speed --help
-      else
-        python -m benchmarks.checkpoint_speed && cp benchmarks/results/checkpoint_speed.json "$out"
-      fi
       ;;
     *)
       echo "there is no part $1; there are: ${every[*]}"

@@ -30,10 +30,10 @@ from typing import Any
 
 from benchmarks.plan_cases import MODELS, TOKENS_OF_TEMPLATE, WORDS, write_model
 from benchmarks.step_report import PEERS, RESULTS, recorded, report, sentence
+from finetune.units import GIB
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "benchmarks" / "results" / "step.svg"
-GIB = 2**30
 LENGTHS = (103, 129, 140, 150, 157, 164, 171, 178, 185, 193, 200, 211, 221, 231, 243, 252, 268, 284, 308, 346, 570)
 """Tokens of documents, from the shortest to the longest in twentieths: those of 1,500 training rows of GSM8K with the
 tokenizer of SmolLM2."""
@@ -78,9 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.report:
         report(recorded(asked.results), asked.chart)
         return 0
+    if lacking := [name for peer in asked.peers for name in missing(peer)]:
+        print(f"The peers that were asked for need {' and '.join(lacking)}; install it, or leave them out.")
+        return 2
     failed = 0
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder), model, asked.rows * asked.steps * (8 if asked.packing else 1))
             for method in asked.methods:
                 for peer in asked.peers:
                     keys = ("max_length", "rows", "micro_batch", "steps", "packing", "weights", "optimizer")
@@ -95,7 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def default_peers() -> list[str]:
     """Those that are installed, and run on every device."""
-    return [peer for peer in PEERS if peer not in ASKED_FOR and all(map(importlib.util.find_spec, NEEDS.get(peer, [])))]
+    return [peer for peer in PEERS if peer not in ASKED_FOR and not missing(peer)]
+
+
+def missing(peer: str) -> list[str]:
+    return [name for name in NEEDS.get(peer, []) if importlib.util.find_spec(name) is None]
+
+
+def prepare(folder: Path, model: str, documents: int) -> None:
+    """What all peers read: a model with random weights, drawn in a process of its own, and the rows."""
+    write_model(folder / "model", model)
+    write_documents(folder / "rows.jsonl", documents)
+    subprocess.run([sys.executable, "-m", "benchmarks.plan_runs", "draw", str(folder / "model")], cwd=ROOT, check=True)
 
 
 def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any]:
@@ -124,11 +139,6 @@ def work() -> None:
 
     case = json.loads(sys.stdin.read())
     folder = Path(case["folder"])
-    model = folder / "model"
-    if not model.exists():
-        write_model(model, case["model"])
-        write_weights(model)
-        write_documents(folder / "rows.jsonl", case["rows"] * case["steps"] * (8 if case["packing"] else 1))
     seconds, tokens, trained, flops = (by_recipe if case["peer"] in CONFIGURED else by_trainer)(case, folder)
     counted = slice(2, None) if len(seconds) > 2 else slice(None)
     spent = sum(seconds[counted])
@@ -301,12 +311,6 @@ def by_trainer(case: dict[str, Any], folder: Path) -> Figures:
 
 def labelled(row: Any) -> Iterable[tuple[int, bool]]:
     return zip(row.tokens.tolist(), row.trained)
-
-
-def write_weights(folder: Path) -> None:
-    from benchmarks.plan_runs import draw
-
-    draw([str(folder)])
 
 
 def write_documents(path: Path, count: int) -> None:

@@ -20,8 +20,8 @@ PEERS = {
     "trl": "TRL's SFTTrainer",
 }
 SAME = ("model", "method", "max_length", "rows", "micro_batch", "packing", "weights", "optimizer")
-"""What is the same of runs that are compared."""
-HEADINGS = ("model", "method", "by", "tokens/s", "of recipe", "TFLOP/s", "peak GiB")
+"""What is the same of runs that are compared, on one device."""
+HEADINGS = ("model", "method", "rows", "by", "tokens/s", "of recipe", "TFLOP/s", "peak GiB")
 
 
 def sentence(case: dict[str, Any], found: dict[str, Any]) -> str:
@@ -48,6 +48,7 @@ def rows_of(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             (
                 record["model"],
                 how(record),
+                micro_batch(record),
                 PEERS[record["peer"]],
                 f"{speed:,.0f}",
                 f"{speed / own:.2f}" if own else "",
@@ -65,11 +66,17 @@ def how(record: dict[str, Any]) -> str:
     return " ".join([record["method"], *others])
 
 
+def micro_batch(record: dict[str, Any]) -> str:
+    """Its rows, and their length in positions."""
+    return f"{record['micro_batch']} x {record['max_length']:,}"
+
+
 def report(records: Sequence[dict[str, Any]], chart: Path) -> None:
     """A table in the terminal, a sentence for each run that failed, and a chart."""
-    console, table = Console(width=80), Table(box=None)
+    console, table = Console(width=80), Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
-        table.add_column(heading, no_wrap=heading not in ("method", "by"))
+        wraps = heading in ("method", "by")
+        table.add_column(heading, no_wrap=not wraps, min_width=len("adamw_8bit") * wraps)
     for row in rows_of(records):
         table.add_row(*row)
     console.print(table)
@@ -86,12 +93,22 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
 
 
 def newest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({tuple(record[key] for key in ("peer", *SAME)): record for record in records}.values())
+    """Of each case on each device; a run that failed tells no device, and counts until its case is measured."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        case = tuple(record[key] for key in ("peer", *SAME))
+        found.pop((*case, None), None)
+        found[(*case, record.get("device"))] = record
+    return list(found.values())
 
 
 def of_recipe(records: Sequence[dict[str, Any]], record: dict[str, Any]) -> float | None:
     """Tokens a second of the recipe in the same case."""
-    same = [r for r in newest(records) if r["peer"] == "recipe" and all(r[key] == record[key] for key in SAME)]
+    same = [
+        r
+        for r in newest(records)
+        if r["peer"] == "recipe" and all(r.get(key) == record.get(key) for key in (*SAME, "device"))
+    ]
     return same[0].get("tokens_per_second") if same else None
 
 
@@ -103,12 +120,15 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [record for record in newest(records) if "error" not in record][::-1]
-    names = [f"{r['model']} {how(r)}\n{PEERS[r['peer']]}" for r in shown]
+    names = [f"{r['model']} {how(r)}, {micro_batch(r)}\n{PEERS[r['peer']]}" for r in shown]
     colors = ["tab:blue" if r["peer"] == "recipe" else "lightgray" for r in shown]
     figure, both = plt.subplots(1, 2, figsize=(10, 1 + 0.5 * len(shown)), sharey=True, layout="constrained")
     for axes, key, title in zip(both, ("tokens_per_second", "peak_gib"), ("tokens a second", "peak memory, GiB")):
-        axes.bar_label(axes.barh(names, [r[key] for r in shown], color=colors), fmt="{:,.4g}", padding=3)
+        # by their places: those of several devices may have one name
+        bars = axes.barh(range(len(shown)), [r[key] for r in shown], color=colors)
+        axes.bar_label(bars, fmt="{:,.0f}" if key == "tokens_per_second" else "{:.1f}", padding=3)
+        axes.set_yticks(range(len(shown)), names)
         axes.set_title(title)
-        axes.margins(x=0.15)
+        axes.margins(x=0.25)
     figure.savefig(path)
     plt.close(figure)

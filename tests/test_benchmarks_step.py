@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import step as benchmark
+from benchmarks import step_report
 
 CASE = {
     "model": "tiny",
@@ -32,6 +33,7 @@ def run_of(peer: str, folder: Path, capsys: pytest.CaptureFixture[str], **change
 
 
 def test_peers_train_the_same_tokens_on_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    benchmark.prepare(tmp_path, "tiny", documents=12)
     found = {peer: run_of(peer, tmp_path, capsys) for peer in ("recipe", "padded", "plain", "trainer")}
     tokens = [each["tokens"] for each in found.values()]
     assert all(each == tokens[0] for each in tokens)
@@ -54,6 +56,7 @@ def test_a_report_shows_the_newest_figures_beside_the_recipes_and_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(benchmark, "measured", measured)
+    monkeypatch.setattr(benchmark, "prepare", lambda *_: None)
     results, chart = tmp_path / "step.jsonl", tmp_path / "step.svg"
     results.write_text(json.dumps(CASE | {"peer": "recipe", "tokens_per_second": 1.0}) + "\n")
     flags = ["--models", "tiny", "--methods", "lora", "--results", str(results), "--chart", str(chart)]
@@ -67,3 +70,27 @@ def test_a_report_shows_the_newest_figures_beside_the_recipes_and_what_failed(
     assert "0.75" in shown
     assert "too little memory" in shown
     assert chart.stat().st_size > 1000
+
+
+def test_figures_of_one_device_are_not_compared_with_those_of_another():
+    both = [CASE | {"peer": peer, "tokens_per_second": 10.0} for peer in ("recipe", "trl")]
+    records = [each | {"device": device} for device in ("H200", "2 CPU threads") for each in both]
+    records[0]["tokens_per_second"] = 40.0
+    assert step_report.newest(records) == records
+    assert [step_report.of_recipe(records, record) for record in records] == [40.0, 40.0, 10.0, 10.0]
+
+
+def test_a_run_that_failed_is_told_until_its_case_is_measured():
+    failed = CASE | {"peer": "trl", "error": "no answer within 150 seconds"}
+    found = CASE | {"peer": "trl", "tokens_per_second": 10.0, "device": "H200"}
+    assert step_report.newest([found, failed]) == [found, failed]
+    assert step_report.newest([failed, found]) == [found]
+
+
+def test_a_peer_that_is_not_installed_is_told_before_a_model_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(benchmark, "NEEDS", {"trl": ["no_such_package"]})
+    assert benchmark.main(["--models", "Llama-3.1-8B", "--peers", "recipe", "trl"]) == 2
+    assert "need no_such_package; install it" in capsys.readouterr().out
+    assert "trl" not in benchmark.default_peers()

@@ -28,3 +28,12 @@ def test_a_part_that_fails_ends_no_other_and_each_leaves_its_results_at_once(tmp
     assert (record.get("error"), record["method"], record["optimizer"]) == (None, "full", "adamw_8bit")
     assert [each["peer"] for each in others] == ["recipe", "fp8"]
     assert all(each["tokens_per_second"] > 0 for each in (record, *others))
+
+
+def test_a_machine_without_a_gpu_is_told_before_anything_is_measured(tmp_path: Path):
+    command = ["bash", str(ROOT / "benchmarks" / "gpu_day.sh"), str(tmp_path)]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 2
+    assert "PyTorch reaches no GPU here" in result.stdout
+    assert not list(tmp_path.iterdir())
