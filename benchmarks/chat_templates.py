@@ -347,6 +347,9 @@ def main() -> None:
     subjects = [*chain.from_iterable(map(subjects_of, files)), *map(subject_of_hub, args.hub)]
     if not subjects:
         sys.exit("error: There is no .jinja file in these folders; name a folder of chat templates, or --hub MODEL.")
+    names = Counter(subject.name for subject in subjects)
+    if twice := [name for name, count in names.items() if count > 1]:
+        sys.exit(f"error: {twice[0]} is in these folders twice, and results are kept by name; rename one of them.")
     held = shared_child()  # the process that renders, which is otherwise started for each conversation
     templates: dict[str, dict[str, Found]] = {}
     for subject in subjects:

@@ -25,7 +25,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import refuse_if_any
 from finetune.output import run_files
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +164,8 @@ def main() -> None:
     parser.add_argument("--runs-elsewhere", type=int, default=3, help="taken up under another launch after each kill")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    refuse_if_any(problems(args.kills))
+    if found := problems(args.kills):
+        sys.exit("\n".join(f"error: {each}" for each in found))
     draw = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as temporary:
         field = Field(Path(temporary))

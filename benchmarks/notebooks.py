@@ -7,10 +7,10 @@ both are written here. The badge names the repository if ``url`` in setup.cfg do
 cells are left out; seconds that a run prints are not, and differ from one time to the next.
 """
 
+import argparse
 import configparser
 import hashlib
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,12 @@ def without_machine(text: str) -> str:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [path.stem for path in NOTEBOOKS]
-    for each in NOTEBOOKS:
-        if each.stem in wanted:
-            print(each.relative_to(ROOT))
-            execute(each)
+    known = {path.stem: path for path in NOTEBOOKS}
+    parser = argparse.ArgumentParser(description="Run notebooks, and keep them with what they print and draw.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, or some of {', '.join(known)}")
+    wanted = parser.parse_args().names or list(known)
+    if strange := [name for name in wanted if name not in known]:
+        parser.error(f"there is no notebook {strange[0]}; there are {', '.join(known)}")
+    for name in wanted:
+        print(known[name].relative_to(ROOT))
+        execute(known[name])

@@ -245,6 +245,8 @@ def _answer(options: argparse.Namespace) -> int:
         runs = record(foretold, machines, options.results, bench.measure, known, until=until)
     print(table(runs))
     broken = broken_bounds(runs)
+    if all(run["measured"] is None for run in runs.values()):
+        broken.append(f"No run began within {options.minutes:g} minutes, which the planning took; give more --minutes.")
     print("\n".join(broken), file=sys.stderr)
     return 1 if broken else 0
 

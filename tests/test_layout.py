@@ -176,8 +176,9 @@ def test_lowest_rooms_import_no_torch_and_no_transformers(path: Path):
 
 
 OWN_PACKAGES = {"finetune", "recipes"}
-DOCUMENTED = {"_asdict", "_exit", "_replace"}
-"""Names with an underscore that Python documents: of named tuples, and ``os._exit``."""
+DOCUMENTED = {"_asdict", "_exit", "_replace", "_no_split_modules"}
+"""Names with an underscore that are documented: by Python, of named tuples, and ``os._exit``; by transformers and
+Accelerate, of the layers that stay whole where a model is sharded."""
 
 
 def is_private(name: str) -> bool:
@@ -210,7 +211,7 @@ def foreign_private_names(path: Path, own: set[str]) -> list[str]:
             found.append(ast.unparse(node))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
             constants = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            found += [name for name in constants if is_private(name) and name not in own]
+            found += [name for name in constants if is_private(name) and name not in own | DOCUMENTED]
     return [name for name in found if name.split(".")[0] not in OWN_PACKAGES]
 
 
