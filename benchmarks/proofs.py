@@ -46,9 +46,12 @@ NOT_TRAINING = (
     *("benchmarks", "finetune/__init__.py", "finetune/cli", "finetune/planner", "finetune/trace", "finetune/report"),
     *("finetune/export", "finetune/generation", "finetune/scoring"),
     *("finetune/run/run_result.py", "finetune/distributed/deepspeed_ops.py"),
+    *("finetune/config/command_line.py", "finetune/config/foreign_keys.py"),
+    *("finetune/models/flops.py", "finetune/models/generation_settings.py"),
 )
 """What writes tables, the version, the commands, the planner and its traces, pages on runs, what judges answers, what
-reads the result of a run, and what has DeepSpeed's operations compiled: a training step runs none of them."""
+reads the result of a run, what has DeepSpeed's operations compiled, what makes a configuration of flags and files, the
+FLOPs that are told, and the generation settings of a result: a training step runs none of them."""
 FROM_RECORDS_TO_ROWS = tuple(
     f"finetune/data/{name}"
     for name in (

@@ -327,7 +327,6 @@ def test_a_key_of_another_toolkit_is_answered_with_its_name_here(tmp_path: Path)
     for line in lines:
         for key in re.findall(r"`([a-z_.]+)[:`]", line.partition(" | ")[0]):
             rows[key] = rows.get(key, "") + line
-    rows["train.global_batch_size"] = next(line for line in table if line.startswith("| derived |"))
     known = {key for recipe in (Config, DpoConfig) for key, _ in _fields(recipe)}
     for key, names in foreign_keys.NAMES.items():
         assert key in known
@@ -349,8 +348,34 @@ def test_the_section_of_another_recipe_and_a_file_without_a_flag_are_named(tmp_p
         parse(Config, ["--config", str(file), *REQUIRED])
     with pytest.raises(InputError, match=r"^Give the configuration with --config .*c.yaml\.$"):
         parse(Config, [str(file)])
+    for flag in (["--eval.prompt", "q.yaml"], ["--eval.prompt=q.yaml"]):
+        with pytest.raises(InputError, match=r"^Unknown flag --eval.prompt; did you mean eval.prompts"):
+            parse(Config, [*REQUIRED, *flag])
     with pytest.raises(InputError, match=r"Unknown flag --dpo.losss; did you mean dpo.loss"):
         parse(DpoConfig, [*REQUIRED, "--dpo.losss", "ipo"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line", "answer"),
+    [
+        (Config, "loss_type: ipo", r"here that is dpo.loss of recipes/dpo.py \(docs"),
+        (DpoConfig, "loss_type: ipo", r"here that is dpo.loss \(docs"),
+        (Config, "gradient_accumulation_steps: 8", "here that is derived: train.global_batch_size counts the rows"),
+    ],
+)
+def test_a_key_of_another_toolkit_is_answered_with_what_this_recipe_takes(
+    recipe: Any, line: str, answer: str, tmp_path: Path
+):
+    file = tmp_path / "c.yaml"
+    file.write_text(line)
+    with pytest.raises(InputError, match=answer):
+        parse(recipe, ["--config", str(file), *REQUIRED])
+
+
+def test_keys_that_are_no_text_are_left_to_whoever_reads_them(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("2025: {bits: 4}\ntrue: 1\n")
+    assert parse(sections.Run, ["--config", str(file), *REQUIRED]).model.path == "m"
 
 
 @pytest.mark.parametrize(("slip", "meant"), [("quantisation: {bits: 4}", "quantization"), ("seed: 4", "train.seed")])

@@ -80,6 +80,8 @@ def test_hub_that_does_not_answer_is_not_taken_for_one_without_the_file(monkeypa
         {"length_penalty": 0.5, "early_stopping": True},
         {"temperature": 0.6, "top_p": 0.9},
         {"temperature": 0.6, "pad_token_id": -1, "early_stopping": True},
+        {"temperature": 1.0, "pad_token_id": -1},
+        {"top_p": 1.0, "top_k": 50, "pad_token_id": -1},
         {"num_beams": 4, "length_penalty": 0.5, "do_sample": False, "temperature": 0.6},
     ],
     ids=str,
@@ -98,11 +100,11 @@ def test_settings_that_transformers_reads_and_would_not_save_are_saved_without_w
     assert saved["eos_token_id"] == [1, 3, 5]
     assert saved["repetition_penalty"] == 1.1
     for name in {"top_p", "num_beams"} & said.keys():
-        assert saved[name] == said[name]
+        assert saved.get(name, 1.0) == said[name]
     assert saved.get("pad_token_id") != -1
-    samples = "temperature" in said and said.get("do_sample") is not False
+    samples = said.get("temperature") == 0.6 and said.get("do_sample") is not False
     assert bool(saved.get("do_sample")) == samples
-    assert ("temperature" in saved) == samples
+    assert saved.get("temperature", 1.0) == (0.6 if samples else 1.0)
 
 
 def test_settings_that_can_be_saved_stay_as_they_are(folder: Path):

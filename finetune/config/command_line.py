@@ -34,8 +34,8 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(list(arguments))
-    if files := [word for word in unknown if word.endswith((".yaml", ".yml")) and known.config is None]:
-        raise InputError(f"Give the configuration with --config {files[0]}.")
+    if known.config is None and (file := next(iter(unknown), "")).endswith((".yaml", ".yml")) and file[:2] != "--":
+        raise InputError(f"Give the configuration with --config {file}.")
     problems = [_unknown_flag(flag, config_class) for flag in unknown if flag.startswith("--")]
     if unknown and not problems:  # words after an unknown flag are assumed to be its value
         problems.append(f"{' '.join(unknown)!r} does not follow a flag; write --section.key VALUE, see --help.")
@@ -43,7 +43,7 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
     if file_problems:  # the contents are unknown, so no key can be reported as missing
         raise InputError(problems + file_problems)
     if config_class.model_config.get("extra") != "forbid":  # of a recipe that is not known: its sections, no slips
-        strange = [str(key) for key in values if key not in config_class.model_fields]
+        strange = [key for key in values if isinstance(key, str) and key not in config_class.model_fields]
         problems += [_unknown_key(key, config_class) for key in strange if _is_slip(key, values, config_class)]
     for section in config_class.model_fields:  # an absent or empty section gets its defaults, or lacks keys
         values[section] = {} if values.get(section) is None else values[section]
@@ -239,7 +239,9 @@ def _nearest(key: str, config_class: type[BaseModel]) -> str:
         return f"it is for {script}: launch that, or leave it out. Otherwise "
     same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
     if not same_name and (here := foreign_keys.HERE.get(key.split(".")[-1])):
-        return f"here that is {here} (docs/migrating.md). Otherwise "
+        script = OF_RECIPES.get(here.partition(".")[0])
+        of = f" of {script}" if script and here.partition(".")[0] not in config_class.model_fields else ""
+        return f"here that is {here}{of} (docs/migrating.md). Otherwise "
     close = same_name or difflib.get_close_matches(key, keys, n=1)
     return f"did you mean {close[0]}? Otherwise " if close else ""
 

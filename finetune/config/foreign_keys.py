@@ -31,7 +31,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "data.streaming": ("dataset_streaming",),
     "train.epochs": ("num_train_epochs", "num_epochs"),
     "train.steps": ("max_steps",),
-    "train.global_batch_size": ("gradient_accumulation_steps",),
     "train.micro_batch_size": ("per_device_train_batch_size",),
     "train.schedule": ("lr_scheduler_type", "lr_scheduler"),
     "train.min_learning_rate_ratio": ("cosine_min_lr_ratio",),
@@ -55,4 +54,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dpo.reference": ("precompute_ref_log_probs",),
 }
 """Of each key, the names elsewhere that are no names of keys here."""
-HERE = {name: key for key, names in NAMES.items() for name in names}
+HERE = {name: key for key, names in NAMES.items() for name in names} | {
+    "gradient_accumulation_steps": "derived: train.global_batch_size counts the rows of a step on all GPUs",
+}

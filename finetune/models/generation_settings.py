@@ -35,14 +35,15 @@ def settle(model: PreTrainedModel) -> None:
     """Have a model's settings be such as transformers saves: it reads all that a file says, and refuses at saving what
     contradicts itself.
 
-    Settings of sampling mean that the model samples, unless the file says that it does not. What is wrong even then is
-    left out, such as a padding token of -1.
+    Settings that change a sample mean that the model samples, unless the file says that it does not. What is wrong even
+    then is left out, such as a padding token of -1.
     """
     stored = model.generation_config
     if _can_be_saved(stored):
         return
     named = stored.to_diff_dict().keys() - {"do_sample"}
-    samples = True if stored.do_sample is None and not named.isdisjoint(OF_SAMPLING) else stored.do_sample
+    sampling = GenerationConfig(**{name: getattr(stored, name) for name in named.intersection(OF_SAMPLING)})
+    samples = True if stored.do_sample is None and not _can_be_saved(sampling) else stored.do_sample
     kept = GenerationConfig(do_sample=samples)
     for name in sorted(named, key=lambda name: name != "num_beams"):  # upon which others depend
         default = getattr(kept, name, None)
