@@ -14,6 +14,7 @@ import scenarios
 import thinning
 import tiny
 import torch
+from hypothesis import settings
 from plan_models import ArithmeticTracer
 from ranks import Ranks
 from recording import Recorder
@@ -21,6 +22,9 @@ from recording import Recorder
 from benchmarks.proofs import MATRICES
 from finetune.cli.planning import asked
 from finetune.data import template_process
+
+settings.register_profile("any machine", deadline=None)  # a slow one fails no property
+settings.load_profile("any machine")
 
 STARTING_PROCESSES = {
     "test_adapters",

@@ -294,7 +294,7 @@ def test_result_of_a_base_whose_files_name_another_end_stops_where_its_template_
 def test_strategy_that_is_not_really_active_is_an_error(
     tampering: str, tmp_path: Path, model_folder: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = distributed.Strategy("fsdp2", 0, 1, 1, "no", True) if tampering == "wrapped twice" else None
+    asked = distributed.Strategy("ddp", 0, 1, 1, "no", True) if tampering == "wrapped twice" else None
     asked = asked or distributed.Strategy("single", 0, 2, 1, "no", True)
     real = distributed.Strategy("single", 0, 1, 1, "no", True)
     original = distributed.prepare
