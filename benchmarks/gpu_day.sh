@@ -15,7 +15,7 @@ shift
 # as on a GPU, also where the CPU has no units for it
 if [ -n "${REHEARSAL:-}" ]; then
   export ACCELERATE_MIXED_PRECISION=bf16
-elif ! python -c 'import torch; torch.zeros(1, device="cuda")'; then
+elif ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "PyTorch reaches no GPU here, and everything would be left out or measured on the CPU; REHEARSAL=1 tries it there."
   exit 2
 fi
@@ -31,8 +31,8 @@ step() { # model, method, and further flags
     model=tiny
     flags=(--peers recipe "${@:3}" --max_length 256 --rows 2 --micro_batch 1 --steps 2)
   fi
-  # three peers in eight minutes, each of which leaves its line when it ends
-  python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 140 \
+  # three peers in eight minutes, each of which leaves its line when it ends; one that hangs leaves time for the others
+  python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 180 \
     --results "$out/step.jsonl"
 }
 

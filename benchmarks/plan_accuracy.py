@@ -36,10 +36,11 @@ from finetune.output.run_files import environment
 from finetune.planner import Model
 from finetune.planner.judged_rows import judged
 from finetune.planner.question import question_about
+from finetune.units import GIB
 
 from .plan_cases import REHEARSED, Case, asked, cases
 from .plan_results import broken_bounds, table
-from .plan_runs import GIB, KINDS, Bench
+from .plan_runs import KINDS, Bench
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
 GPU_OF_A_LIST = "1xH200"

@@ -123,8 +123,9 @@ def test_4_bit_base_trains_under_sharding_on_one_gpu(
 @on_a_gpu
 def test_8b_shape_trains_with_qlora_in_less_than_24_gb(tmp_path: Path):
     results = tmp_path / "step.jsonl"
-    asked = ["--models", "Llama-3.1-8B", "--methods", "qlora", "--peers", "recomputed", "--results", str(results)]
-    assert step.main([*asked, "--max_length", "2048", "--rows", "1", "--micro_batch", "1", "--steps", "4"]) == 0
+    asked = ["--models", "Llama-3.1-8B", "--methods", "qlora", "--peers", "recomputed", "--packing"]
+    asked += ["--max_length", "2048", "--rows", "1", "--micro_batch", "1", "--steps", "4", "--results", str(results)]
+    assert step.main(asked) == 0
     [found] = step_report.recorded(results)
     assert found["peak_gib"] < 22
 

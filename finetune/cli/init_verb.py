@@ -22,9 +22,10 @@ def init(folder: Path, *, as_json: bool = False) -> int:
     try:
         kept = unpack(folder)
     except OSError as error:
-        first = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror  # which is of many files
-        reason = first or error
-        raise InputError(f"{folder} cannot be written ({reason}); choose another folder.") from error
+        reason = (
+            error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror
+        )  # of the first of many files
+        raise InputError(f"{folder} cannot be written ({reason or error}); choose another folder.") from error
     copied = [name for name in (*FOLDERS, *FILES) if name not in kept]
     if as_json:
         print(json.dumps({"folder": str(folder), "copied": copied, "kept": kept}, indent=2))

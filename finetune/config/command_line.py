@@ -239,8 +239,9 @@ def _nearest(key: str, config_class: type[BaseModel]) -> str:
         return f"it is for {script}: launch that, or leave it out. Otherwise "
     same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
     if not same_name and (here := foreign_keys.HERE.get(key.split(".")[-1])):
-        script = OF_RECIPES.get(here.partition(".")[0])
-        of = f" of {script}" if script and here.partition(".")[0] not in config_class.model_fields else ""
+        section = here.partition(".")[0]
+        script = None if section in config_class.model_fields else OF_RECIPES.get(section)
+        of = f" of {script}" if script else ""
         return f"here that is {here}{of} (docs/migrating.md). Otherwise "
     close = same_name or difflib.get_close_matches(key, keys, n=1)
     return f"did you mean {close[0]}? Otherwise " if close else ""
