@@ -106,6 +106,13 @@ def test_skipped_rows_are_all_kept_with_source_reason_and_text(tmp_path: Path):
     assert "2 rejected" in dataset.describe(rows, "training")
 
 
+def test_the_first_unusable_row_is_among_those_that_are_shown(tmp_path: Path):
+    broken = ["{broken", '{"a": 1}', '{"messages": 1}', '{"prompt": 1}', "{broken"]
+    with pytest.raises(InputError, match=r"no usable row\. \S*rows\.jsonl:1: .*rows\.jsonl:2: ") as error:
+        read(tmp_path / "rows.jsonl", "\n".join(broken), skip_bad_rows=True)
+    assert "rows.jsonl:5" not in str(error.value)
+
+
 def test_skipping_never_leaves_an_empty_run(tmp_path: Path):
     with pytest.raises(InputError, match=r"no usable row\. .*rows\.jsonl:1: "):
         read(tmp_path / "rows.jsonl", "{broken", skip_bad_rows=True)

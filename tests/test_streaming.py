@@ -11,7 +11,7 @@ import pytest
 import scenarios
 import tiny
 
-from finetune.data import streaming
+from finetune.data import encoding_workers, streaming
 from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.data.streaming import Stream
@@ -171,6 +171,23 @@ def test_recipe_trains_on_a_stream_and_writes_what_it_skipped(model_folder: Path
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     rejected = (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()
     assert [json.loads(line)["source"] for line in rejected] == [f"{path}:31"]
+
+
+def test_a_run_of_a_stream_that_is_resumed_at_its_end_keeps_what_it_skipped(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(streaming, "WINDOW", 8)  # the unusable row is not in the first, which is always read
+    monkeypatch.setattr(encoding_workers, "RECORDS_AT_ONCE", 8)
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 30)
+    path.write_text(path.read_text() + "{broken\n")
+    changes = {"data__streaming": True, "data__on_bad_row": "skip", "train__steps": 12, "train__overwrite": False}
+    run = tmp_path / "run"
+    sft.main(scenarios.configuration(model_folder, path, run, **changes))
+    before = (run / "rejected.jsonl").read_text()
+    assert len(before.splitlines()) == 1
+    shutil.rmtree(run / "final")
+    sft.main(scenarios.configuration(model_folder, path, run, **changes, checkpoint__resume="auto"))
+    assert (run / "rejected.jsonl").read_text() == before
 
 
 def test_a_run_that_is_resumed_has_read_its_stream_before_its_first_step(

@@ -110,14 +110,14 @@ def room_problems(
 ) -> list[str]:
     """Why the disk of an output folder has no space for this many checkpoints and the result, as sentences.
 
-    The space of earlier checkpoints in the same folder, and of results that are half written or replaced, counts as
-    free, because new ones take their place; not that of checkpoints after ``resumed_step``, which are left behind for a
-    person to remove.
+    The space of earlier checkpoints in the same folder, and of a result that is half written, counts as free, because
+    new ones take their place; not that of checkpoints after ``resumed_step``, which are left behind for a person to
+    remove, and not that of final.old, which is there until the new result is complete.
     """
     existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
     folder = checkpoints_of(run)
     replaced = in_place(folder) if resumed_step is None else up_to(folder, resumed_step)
-    replaced += [*unfinished(folder), run / "final.tmp", run / "final.old"]
+    replaced += [*unfinished(folder), run / "final.tmp"]
     held = sum(file.stat().st_size for path in replaced for file in path.glob("*") if file.is_file())
     free, needed = shutil.disk_usage(existing).free + held, checkpoint_bytes * at_once + result_bytes
     if needed <= free:

@@ -279,8 +279,11 @@ def is_in(resume: str, run: Path) -> bool:
     return resume == "auto" or (resume != "none" and not places.isdisjoint((Path(resume) / "inside").resolve().parents))
 
 
-def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool) -> list[str]:
+def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool, reads_on: bool) -> list[str]:
     """Prepare an output folder to start a run, or to resume from one of its checkpoints.
+
+    Args:
+        reads_on: whether the run has steps left.
 
     Returns:
         Lines on what was already there.
@@ -291,7 +294,8 @@ def prepare_folder(run: Path, checkpoint: Checkpoint | None, *, overwrite: bool)
         return output_folder.prepare_folder(run) + output_folder.leave_links_aside(run)
     # first: their steps are struck from the records next, and a run that is killed in between would resume from them
     later = leave_later_behind(checkpoints_of(run), checkpoint.step)
-    told = run_files.go_back_to(run, checkpoint.step, checkpoint.contents["progress"]["metrics"])
+    metrics = checkpoint.contents["progress"]["metrics"]
+    told = run_files.go_back_to(run, checkpoint.step, metrics, reads_on=reads_on)
     told += output_folder.leave_links_aside(run)
     return told + [f"{path} is from a later step and no longer used; remove it if you do not need it" for path in later]
 

@@ -105,8 +105,10 @@ def _why_empty(rows: Rows, max_length: int) -> str:
             "data.too_long to cut."
         )
     if rejected:
-        first = {reason: source for source, reason in reversed(rows.summary["first_rejected"])}
-        shown = "; ".join(f"{source}: {reason}" for reason, source in list(reversed(first.items()))[:MOST_REASONS])
+        first: dict[str, str] = {}
+        for source, reason in rows.summary["first_rejected"]:
+            first.setdefault(reason, source)
+        shown = "; ".join(f"{source}: {reason}" for reason, source in list(first.items())[:MOST_REASONS])
         every = (
             f"; the reasons for all {rejected:,} rows are in {rows.folder / 'rejected.jsonl'}" if rejected > 1 else ""
         )

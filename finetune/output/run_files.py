@@ -57,16 +57,18 @@ def complete_metrics(folder: Path, step: int, metrics: Sequence[dict[str, Any]])
     return unread
 
 
-def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]]) -> list[str]:
+def go_back_to(folder: Path, step: int, metrics: Sequence[dict[str, Any]], *, reads_on: bool) -> list[str]:
     """Bring the records of a run to where it stood after a step.
 
     Args:
         metrics: lines that may not have been written yet when the step's checkpoint was.
+        reads_on: whether the run has steps left. It reads its data again, and tells again what it rejects.
 
     Returns:
         A line about each record that was damaged.
     """
-    (folder / "rejected.jsonl").unlink(missing_ok=True)  # the data, read again, rewrite it
+    if reads_on:
+        (folder / "rejected.jsonl").unlink(missing_ok=True)
     unread = complete_metrics(folder, step, metrics)
     lines = "1 line" if unread == 1 else f"{unread} lines"
     told = [f"{folder / 'metrics.jsonl'}: {lines} could not be read and were dropped"] if unread else []

@@ -39,10 +39,13 @@ class Logbook:
         """
         if not self.writes:
             return
+        reads_on = resumed is None or resumed.step < self.batches.steps
         with self._told():
-            self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite))
+            self._say(resuming.prepare_folder(self.folder, resumed, overwrite=overwrite, reads_on=reads_on))
             run_files.write_run(self.folder, record.as_dict())
-        self._say(self.rejected_file.append(chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out))))
+        rejected = chain(self.batches.newly_rejected(), dataset.rejected_lines(held_out))
+        if reads_on:  # else the file tells of all of them
+            self._say(self.rejected_file.append(rejected))
 
     def write(self, finished: list[dict[str, Any]]) -> None:
         """Add the metrics of steps, and what was rejected meanwhile."""
