@@ -159,6 +159,14 @@ def test_answers_to_held_out_questions_without_held_out_data_are_refused(
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             "set it to false, and train.activation_checkpointing instead",
         ),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "1"},
+            "set it to false, and train.activation_checkpointing instead",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "maybe"},
+            "sets fsdp_offload_params to maybe; set it to true or false",
+        ),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "compiles the model by dynamo_backend inductor"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "set zero_stage to 1, 2 or 3"),
         (

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, str], dict[str, Any], str]] = {
     "one process": ("ulysses", 1, {}, {}, "2 GPUs for each row, but with 1 process; launch a multiple of 2"),
     "noise": ("cp", 2, {}, {"train__neftune_alpha": 5.0}, "train.neftune_alpha draws noise for whole documents; set"),
     "attention": ("ulysses", 2, {}, {"model__attention": "sdpa"}, "has its own attention; set model.attention to auto"),
-    "offload": ("cp", 2, {"FSDP_OFFLOAD_PARAMS": "true"}, {}, "set fsdp_offload_params to false, or use the strategy"),
+    "offload": ("cp", 2, {"FSDP_OFFLOAD_PARAMS": "1"}, {}, "set fsdp_offload_params to false, or use the strategy"),
     "replicas": (
         *("cp", 4, {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, {}),
         "cp shards weights over all processes; set parallelism_config_dp_replicate_size to 1, or parallelism_config_cp",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
+from accelerate.utils import str_to_bool
 
 from finetune.compat.torch_private import cpu_computes_bf16
 from finetune.config.compatibility import Cell, bf16_weights_problems, refusal
@@ -75,12 +76,12 @@ class Strategy:
                     "The launch file sets parallelism_config_tp_size, by which layers are not split here; set it to "
                     f"1, or use the strategy file {'cp_tp' if together == 'cp' else 'fsdp2_tp'}."
                 )
-            if environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
+            if _is_on("fsdp_activation_checkpointing"):
                 raise InputError(
                     "The launch file sets fsdp_activation_checkpointing to true, which gives the weights of wrapped "
                     "layers names that no library reads; set it to false, and train.activation_checkpointing instead."
                 )
-            offload = environ.get("FSDP_OFFLOAD_PARAMS") == "true"
+            offload = _is_on("fsdp_offload_params")
             name = together or ("hsdp" if replicas > 1 else "fsdp2")
             name += "_offload" if offload else ""
         elif environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -171,6 +172,19 @@ class Strategy:
         return self.name.startswith("zero3")
 
 
+def _is_on(key: str) -> bool:
+    """Whether the launch file turns on a key, in any of the words that Accelerate reads as true.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    value = os.environ.get(key.upper(), "false")
+    try:
+        return bool(str_to_bool(value))
+    except ValueError as error:
+        raise InputError(f"The launch file sets {key} to {value}; set it to true or false.") from error
+
+
 def _together() -> tuple[str, dict[str, int]]:
     """The strategy under which whole models compute rows together, and how many by the name of their field; an empty
     name where none does.
@@ -201,7 +215,7 @@ def _together() -> tuple[str, dict[str, int]]:
             f"The launch file asks for replicas and sets {key} to {number}, but {name} shards weights over all "
             f"processes; set parallelism_config_dp_replicate_size to 1, or {key} to 1."
         )
-    if environ.get("FSDP_OFFLOAD_PARAMS") == "true":
+    if _is_on("fsdp_offload_params"):
         raise InputError(
             f"The launch file sets fsdp_offload_params to true and {key} to {number}, but {name} keeps weights on "
             "the GPUs; set fsdp_offload_params to false, or use the strategy file fsdp2_offload."
@@ -222,7 +236,7 @@ def _megatron() -> tuple[str, dict[str, int]]:
         keys = {SIZES[name][0].key: name for name in IN_PARTS if len(SIZES[name]) == 1}
         named = " or ".join(f"{key} (strategy file {name})" for key, name in keys.items())
         raise InputError(f"The launch file asks for a pipeline of one stage; set {named} to 2 or more.")
-    shards = os.environ.get("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "").lower() == "true"
+    shards = _is_on("megatron_lm_use_distributed_optimizer")
     alike = [name for name in known if set(SIZES[name]) == set(asked)]
     if not alike:
         raise InputError(
