@@ -11,7 +11,7 @@ import scenarios
 import tiny
 import torch
 from parity import FP32_TOLERANCE, assert_parity
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,7 +19,7 @@ from finetune import distributed
 from finetune.cli.commands import main
 from finetune.config import sections
 from finetune.errors import InputError
-from finetune.models import adapter, text_part
+from finetune.models import adapter, continued_adapter, text_part
 from finetune.models import loading as models
 from finetune.models.recomputation import layers_of
 from finetune.run import preflight
@@ -106,6 +106,88 @@ def test_the_saved_adapter_is_read_by_peft_and_can_be_trained_on(
     assert named["r"] == 4
 
 
+def saved_by_peft(base: Path, folder: Path, *, learnt: str, **settings: Any) -> Path:
+    """An adapter as PEFT leaves it after training: B is no longer 0 in the layers that learnt."""
+    torch.manual_seed(1)
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **settings))
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name and learnt in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    with safe_open(folder / adapter.WEIGHTS, "pt") as file:
+        assert any(".vision_tower." in name for name in file.keys())  # noqa: SIM118
+    return folder
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "fc1", "mlp.down_proj"]], ids=str)
+def test_an_adapter_of_peft_that_learnt_nothing_of_images_is_continued_without_its_part_there(
+    targets: Any, use_dora: bool, folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    how = {"learnt": ".language_model.", "target_modules": targets, "use_dora": use_dora}
+    how |= {"rank_pattern": {"q_proj": 2, "fc1": 3}}
+    theirs = saved_by_peft(folder, tmp_path / "theirs", **how)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    changes = {"adapter__from": str(theirs), "train__steps": 1, "train__learning_rate": 1e-12}
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
+    with safe_open(tmp_path / "run" / "final" / adapter.WEIGHTS, "pt") as file:
+        layers = {name.partition(".lora_")[0] for name in file.keys()}  # noqa: SIM118
+    assert all(name.startswith("base_model.model.model.language_model.") for name in layers)
+    assert len(layers) == 3 * (7 if targets == "all-linear" else 2)
+    named = json.loads((tmp_path / "run" / "final" / "adapter_config.json").read_text())
+    assert named["rank_pattern"] == {"q_proj": 2}
+    assert not any("vision" in name or "fc1" in name for name in named["target_modules"])
+    section = sections.Adapter.model_validate({"from": str(tmp_path / "run")})
+    assert continued_adapter.problems(skeleton(folder), section) == []
+    tokens = torch.arange(5, 25)[None]
+    logits = []
+    for each in (theirs, tmp_path / "run" / "final"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(each))
+        logits.append(model(tokens).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+    with torch.no_grad():
+        assert (AutoModelForCausalLM.from_pretrained(folder)(tokens).logits - logits[0]).abs().max() > 1e-2
+
+
+def test_an_adapter_that_learnt_of_images_is_refused_and_can_be_merged(folder: Path, tmp_path: Path):
+    theirs = saved_by_peft(folder, tmp_path / "theirs", learnt="layers.1.mlp.fc1", target_modules="all-linear")
+    section, model = sections.Adapter.model_validate({"from": str(theirs)}), skeleton(folder)
+    (said,) = continued_adapter.problems(model, section)
+    assert "has learnt something in model.vision_tower.encoder.layers.1.mlp.fc1, which rows of text do not" in said
+    adapter.attach(model, section, base="", revision=None, dtype=torch.float32, seed=0)
+    with pytest.raises(InputError, match=r"vision_tower.*fc1.*is unexpected"):
+        continued_adapter.load_values(model, section)
+    assert main(["merge", str(theirs), "--output", str(tmp_path / "merged")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ("multi_modal_projector", "model.multi_modal_projector"),
+        ("mm_soft_emb_norm", "model.multi_modal_projector.mm_soft_emb_norm"),
+        ("mlp", "model.vision_tower.encoder.layers.0.mlp"),  # and of the text
+        ("norm", "model.vision_tower.post_layernorm"),  # PEFT compares the ends of names
+        ("embed_tokens", None),
+        ("input_layernorm", None),
+    ],
+)
+def test_modules_trained_whole_are_those_of_the_text(saved: str, named: str | None, folder: Path):
+    section = sections.Adapter(type="lora", targets=["q_proj"], modules_to_save=[saved])
+    model = skeleton(folder)
+    found = adapter.problems(model, targets=["q_proj"], modules_to_save=[saved], quantised=False)
+    if named:
+        (said,) = found
+        assert said.startswith(f"adapter.modules_to_save: {saved} matches {named}, which rows of text do not reach")
+        return
+    assert found == []
+    adapted = adapter.on_a_copy(model, section)
+    whole = [name for name, each in adapted.named_parameters() if each.requires_grad and ".lora_" not in name]
+    assert whole
+    assert all(saved in name and name.startswith("model.language_model.") for name in whole)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_losses_are_those_of_one_process(
     strategy: str, ranks: Any, single: Path, folder: Path, conversations: Path, tmp_path: Path
@@ -134,6 +216,17 @@ def test_a_plan_has_what_a_run_would_start(adapter_type: str, folder: Path, caps
     told = json.loads(capsys.readouterr().out)
     assert ("ddp" in {row["strategy"] for row in told["rows"]}) == (adapter_type == "lora")
     assert "fsdp2" in {row["strategy"] for row in told["rows"]}
+
+
+def test_modules_beside_the_text_are_refused_before_weights_load(folder: Path, conversations: Path, tmp_path: Path):
+    changes = LORA | {"adapter__modules_to_save": ["multi_modal_projector"]}
+    with pytest.raises(
+        InputError, match=r"modules_to_save: multi_modal_projector matches model\.multi_modal_projector"
+    ):
+        preflight.check(
+            scenarios.configuration(folder, conversations, tmp_path / "run", **changes),
+            distributed.Strategy("ddp", 0, 2, 1, "no", True),
+        )
 
 
 def test_training_all_weights_where_some_get_no_gradient_is_refused_under_ddp(

@@ -59,7 +59,24 @@ def problems(
             f"adapter.modules_to_save: {', '.join(packed)} will be quantised and cannot be trained in full; put its "
             "linear layers into adapter.targets, or set quantization.bits to none."
         )
-    return found
+    return found + _unreached_problems(model, modules_to_save)
+
+
+def _unreached_problems(model: torch.nn.Module, modules_to_save: Sequence[str]) -> list[str]:
+    """Modules that would be trained in full, but get no gradient from rows of text.
+
+    One is enough: ``ddp`` would wait for its gradient, and the saved adapter would hold a copy of it.
+    """
+    parts = text_part.unreached(model)
+    beside = [name for name, _ in model.named_modules() if text_part.is_within(name, parts)]
+    # as PEFT finds them, which compares the ends of names
+    first = {saved: next((name for name in beside if name.endswith(saved)), None) for saved in modules_to_save}
+    return [
+        f"adapter.modules_to_save: {saved} matches {name}, which rows of text do not reach, so that it would learn "
+        "nothing; remove it, or name modules of the text alone."
+        for saved, name in first.items()
+        if name is not None
+    ]
 
 
 def _last_names(names: Iterable[str]) -> set[str]:
@@ -103,15 +120,16 @@ def attach(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     with_rows = new_tokens.names_of(model, section.modules_to_save) if token_rows else []
+    targets = _targets(model, section.targets)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
-        rank_pattern=dict(section.rank_pattern),
-        alpha_pattern=dict(section.alpha_pattern),
+        rank_pattern=_of_targets(section.rank_pattern, targets),
+        alpha_pattern=_of_targets(section.alpha_pattern, targets),
         use_rslora=section.rank_stabilized,
         use_dora=section.type == "dora",
         lora_dropout=section.dropout,
-        target_modules=_targets(model, section.targets),
+        target_modules=targets,
         modules_to_save=list(section.modules_to_save) or None,  # PEFT adds to it
         ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
         trainable_token_indices={name: list(token_rows) for name in with_rows} or None,
@@ -152,6 +170,12 @@ def _targets(model: PreTrainedModel, targets: str | list[str]) -> str | list[str
     if targets == "all-linear":
         return [name for name, each in reached.items() if each is not head]
     return [name for name in reached if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _of_targets(pattern: Mapping[str, Any], targets: str | list[str]) -> dict[str, Any]:
+    """A pattern without the names of layers that get no adapter, which a continued one may have beside the text."""
+    every = isinstance(targets, str)
+    return {n: each for n, each in pattern.items() if every or any(f".{t}".endswith(f".{n}") for t in targets)}
 
 
 def trains_tied_weights(model: PreTrainedModel, modules_to_save: Sequence[str]) -> bool:

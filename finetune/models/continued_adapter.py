@@ -1,4 +1,8 @@
-"""A saved adapter that a run continues from: whether it fits the model, and its values."""
+"""A saved adapter that a run continues from: whether it fits the model, and its values.
+
+Of a model that reads images too, PEFT's ``all-linear`` and names such as ``q_proj`` also adapt layers that rows of text
+do not reach. A run has no adapter there: where the saved one has learnt nothing, it is left out, else it is refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +14,15 @@ from transformers import PreTrainedModel
 from finetune.cache import checksums, key_of
 from finetune.config import adapter_file, sections
 from finetune.errors import first_line, refuse_if_any
-from finetune.models import new_tokens
-from finetune.models.adapter import WEIGHTS, all_names, on_a_copy, saved_name
+from finetune.models import new_tokens, text_part
+from finetune.models.adapter import PREFIX, WEIGHTS, all_names, on_a_copy, saved_name
 from finetune.models.new_tokens import NewTokens
 
 
 def problems(model: PreTrainedModel, section: sections.Adapter, new: NewTokens | None = None) -> list[str]:
-    """Why the adapter does not fit the model, as sentences; only the headers of its file are read.
+    """Why the adapter does not fit the model, as sentences.
+
+    Only the headers of its file are read, and the matrices B of layers that rows of text do not reach.
 
     Args:
         model: its modules; weights may be on the meta device.
@@ -31,6 +37,7 @@ def problems(model: PreTrainedModel, section: sections.Adapter, new: NewTokens |
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
+            idle, learnt = _beside_the_text(opened, model)
     except (OSError, SafetensorError) as error:
         return [f"adapter.from: {file} cannot be read ({first_line(error)}); save the adapter again."]
     new = new or NewTokens()
@@ -43,11 +50,36 @@ def problems(model: PreTrainedModel, section: sections.Adapter, new: NewTokens |
             f"{_tokens(own, dict(zip(new.rows, new.names)))}; set data.chat_template, model.tokenizer and model.path "
             "to those that the adapter was trained with."
         ]
+    if learnt:
+        more = f" and {len(learnt) - 1} more" if len(learnt) > 1 else ""
+        return [
+            f"adapter.from: {file} has learnt something in {learnt[0]}{more}, which rows of text do not reach, so that "
+            "the result would lack it; merge the adapter into its base (finetune merge), set model.path to the merged "
+            "model, and begin with a new adapter."
+        ]
     expected = _shapes_of(model, section, new.rows)
     wrong = [f"{name} is missing" for name in expected if name not in shapes]
-    wrong += [f"{name} is unexpected" for name in shapes if name not in expected]
+    wrong += [f"{name} is unexpected" for name in shapes if name not in expected and name not in idle]
     wrong += [f"{n} has shape {shapes[n]} instead of {s}" for n, s in expected.items() if shapes.get(n, s) != s]
     return _does_not_fit(file, wrong)
+
+
+def _beside_the_text(opened: safe_open, model: PreTrainedModel) -> tuple[set[str], list[str]]:
+    """Of an adapter's file, the layers that rows of text do not reach.
+
+    A layer has learnt nothing where its B is still 0. The magnitudes of DoRA, too, are then those that it began with: a
+    gradient that reaches them reaches B.
+
+    Returns:
+        Names of all tensors of those that have learnt nothing; names, in the model, of those that have.
+    """
+    parts, saved, b = text_part.unreached(model), sorted(opened.keys()), ".lora_B.weight"
+    beside = [name for name in saved if text_part.is_within(name.removeprefix(PREFIX), parts)]
+    layers = [name.removesuffix(b) for name in beside if name.endswith(b)]
+    learnt = [layer for layer in layers if opened.get_tensor(layer + b).any()]
+    ends = (".lora_A.weight", b, ".lora_magnitude_vector")
+    idle = {layer + end for layer in layers if layer not in learnt for end in ends}
+    return idle & {*saved}, [layer.removeprefix(PREFIX) for layer in learnt]
 
 
 def _tokens(rows: Sequence[int], known: Mapping[int, str]) -> str:
@@ -72,7 +104,7 @@ def load_values(model: PreTrainedModel, section: sections.Adapter) -> None:
     names = all_names(model)
     file, wrong, taken = file_of(section), list[str](), set[str]()
     with safe_open(file, framework="pt") as opened:
-        saved = set(opened.keys())
+        saved = set(opened.keys()) - _beside_the_text(opened, model)[0]
         for first, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
