@@ -148,11 +148,6 @@ def test_a_model_that_does_not_hand_its_share_on_to_attention_fails(ranks: Any):
         assert "without document bounds" in said
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LONGROPE |= {"factor": 2.0, "original_max_position_embeddings": 64}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
@@ -162,8 +157,6 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
         ("mamba", {}, "does not support attention packed"),
         ("qwen3_next", {}, "layers (linear_attention) that mix packed documents"),
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layers (conv) that mix"),
-        ("llama", {"rope_parameters": DYNAMIC}, "rotary embeddings (dynamic) that depend on the longest position"),
-        ("llama", {"rope_parameters": LONGROPE}, "rotary embeddings (longrope) that depend on the longest position"),
     ],
 )
 def test_models_that_cannot_share_rows_are_refused(model_type: str, changes: dict[str, Any], reason: str):
@@ -171,13 +164,6 @@ def test_models_that_cannot_share_rows_are_refused(model_type: str, changes: dic
     found = why_not_spread(config, dtype=torch.float32, capability=None)
     assert any(reason in problem for problem in found), found
     assert not any("use " in each or "choose" in each for each in found)  # what packing advises would not be enough
-
-
-def test_rotary_embeddings_of_any_kind_of_layer_are_looked_at():
-    parameters = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": DYNAMIC}
-    config = AutoConfig.for_model("gemma3_text", rope_parameters=parameters)
-    (found,) = why_not_spread(config, dtype=torch.float32, capability=None)
-    assert "rotary embeddings (dynamic)" in found
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _next_tokens_of(micro_batch: Any) -> torch.Tensor:
 
 def _of_one_length(micro_batches: list[Any]) -> list[Any]:
     """With documents that are not trained at the end of the shorter ones: hidden states that are handed on must be of
-    one shape. They are no longer than the longest that is there, by which some models scale positions."""
+    one shape. They are no longer than the longest that is there, which attention is told of."""
     most = max(_next_tokens_of(each).shape[1] for each in micro_batches)
     return [_filled_up(each, most - _next_tokens_of(each).shape[1]) for each in micro_batches]
 

@@ -136,15 +136,7 @@ def why_not_spread(
 ) -> list[str]:
     """Why the positions of a row cannot be spread over processes, as clauses; arguments as for ``problems``."""
     lacking = problems(config, attention=PACKED, dtype=dtype, capability=capability, own_code=own_code)
-    found = [re.split(r"[;:] (?=choose|use|set)", each)[0] for each in lacking]  # what they advise is not enough here
-    text = config.get_text_config(decoder=True)
-    kinds = {each.get("rope_type") for each in _nested(getattr(text, "rope_parameters", None) or {})}
-    found += [
-        f"The model type {text.model_type} has rotary embeddings ({kind}) that depend on the longest position of a "
-        "batch, of which each process has a part"
-        for kind in sorted({"dynamic", "longrope"} & kinds)
-    ]
-    return found
+    return [re.split(r"[;:] (?=choose|use|set)", each)[0] for each in lacking]  # what they advise is not enough here
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
@@ -152,12 +144,6 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 1
     return heads, getattr(text, "num_key_value_heads", None) or heads
-
-
-def _nested(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of one kind of layer, or of several by their names."""
-    inner = [each for each in settings.values() if isinstance(each, dict)]
-    yield from inner or [settings]
 
 
 def _not_computed(settings: dict[str, Any], *, on_gpu: bool) -> Iterator[str]:

@@ -9,7 +9,17 @@ from transformers import PreTrainedModel
 from finetune import distributed
 from finetune.config import sections
 from finetune.models import adapter as adapters
-from finetune.models import adapter_start, continued_adapter, fp8, fused, loading, lora_forward, new_tokens, weights
+from finetune.models import (
+    adapter_start,
+    continued_adapter,
+    fp8,
+    frequencies,
+    fused,
+    loading,
+    lora_forward,
+    new_tokens,
+    weights,
+)
 from finetune.models.recomputation import recompute_activations
 from finetune.models.spec import ModelSpec
 from finetune.optim import optimizer as optimizers
@@ -21,8 +31,7 @@ def load_model(
     accelerator: Accelerator,
     launch: distributed.Strategy,
     spec: ModelSpec,
-    adapter: sections.Adapter,
-    train: sections.Train,
+    cfg: sections.Run,
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model with its adapter, not prepared yet; ZeRO-3 has partitioned its weights already.
@@ -36,6 +45,7 @@ def load_model(
     Raises:
         InputError: if the model cannot be loaded.
     """
+    adapter, train = cfg.adapter, cfg.train
     dtype = distributed.compute_dtype(launch, train.weights)
     adapted, beginning = adapter.type != "none", dict[str, torch.Tensor]()
     loading_weights = distributed.loading(
@@ -58,6 +68,7 @@ def load_model(
             device=device,
             random_weights=spec.section.random_weights,
         )
+    frequencies.fix(model, cfg.data.max_length)
     if spec.new_tokens:
         with distributed.whole_weights(part for each in new_tokens.own(model) for part in each.parameters()):
             new_tokens.give_rows(model, spec.new_tokens)

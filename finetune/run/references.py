@@ -15,7 +15,7 @@ from finetune import distributed
 from finetune.cache import cache_folder, checksums, key_of
 from finetune.data.batches import Batches, Inputs
 from finetune.data.sampler import EMPTY, dealt_batch, micro_batches
-from finetune.models import continued_adapter, loading
+from finetune.models import continued_adapter, frequencies, loading
 from finetune.run.screen import Preparing
 from finetune.run.session import Session
 from finetune.training.evaluation import of_each_share
@@ -50,6 +50,8 @@ def know_references(session: Session) -> None:
     ]
     if session.spec.new_tokens:  # all rows of the vocabulary share the probability
         key.append(session.spec.new_tokens.all_rows)
+    if frequencies.depend_on_length(session.spec.config):
+        key.append(["frequencies", session.cfg.data.max_length])
     adapter = session.cfg.adapter
     if adapter.from_ or adapter.init != "default":  # what it begins with is part of the reference
         key.append([continued_adapter.identity(adapter), adapter.model_dump() | {"from": None}])

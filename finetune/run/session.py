@@ -156,7 +156,7 @@ class Session:
         device = distributed.loading_device(*launched, self.spec.quantised_bytes)
         if device != self.accelerator.device:
             self.screen.say("Quantising on the CPU, because the GPU has no room: up to a minute per billion weights")
-        model, self.beginning = model_setup.load_model(*launched, self.spec, self.cfg.adapter, train, device)
+        model, self.beginning = model_setup.load_model(*launched, self.spec, self.cfg, device)
         generation_settings.stop_at(model, self.tokenizer.eos_token_id, end_of_turn(self.tokenizer))
         self.noise = EmbeddingNoise(model, train.neftune_alpha, train.seed, fillers=1 + self.batches.paired)
         self.trained_shapes = distributed.trained_shapes(model)

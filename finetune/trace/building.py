@@ -17,7 +17,7 @@ from finetune.compat.torch_private import without_modes
 from finetune.config import sections
 from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import attention, fp8, fused, lora_forward, quantization
+from finetune.models import attention, fp8, frequencies, fused, lora_forward, quantization
 from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
@@ -85,6 +85,7 @@ def build(
     with contextlib.nullcontext() if real else initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     model.tie_weights()  # which the initialisation that was left out does
+    frequencies.fix(model, setting.row_tokens)
     adapter = _adapter_of(setting)
     if setting.adapter != "none":
         targets, saved = adapter.targets, adapter.modules_to_save
