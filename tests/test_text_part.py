@@ -1,8 +1,8 @@
 """Of a model that also reads images, the part that rows of text reach is trained alone, under every strategy."""
 
 import json
+import shutil
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from parity import FP32_TOLERANCE, assert_parity
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finetune import distributed
 from finetune.cli.commands import main
 from finetune.config import sections
 from finetune.errors import InputError
+from finetune.export.checkpoint_export import export
 from finetune.models import adapter, continued_adapter, text_part
 from finetune.models import loading as models
 from finetune.models.recomputation import layers_of
@@ -30,6 +32,7 @@ TEXT |= {"num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 1, "eos_to
 IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGES |= {"image_size": 32, "patch_size": 16}
 BESIDE = ["model.multi_modal_projector", "model.vision_tower"]
+FORMAT = {"format": "pt"}
 LORA = {"adapter__type": "lora", "adapter__rank": 4}
 
 
@@ -53,7 +56,7 @@ def skeleton(folder: Path) -> Any:
 def test_parts_that_rows_of_text_do_not_reach_are_named_and_other_models_have_none(folder: Path, model_folder: Path):
     assert text_part.unreached(skeleton(folder)) == BESIDE
     assert text_part.unreached(skeleton(model_folder)) == []
-    for family in ("gpt2", "bert", "roberta"):
+    for family in ("gpt2", "bert", "roberta", "modernbert-decoder"):
         with torch.device("meta"):
             other = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, is_decoder=True))
         assert text_part.unreached(other) == []
@@ -202,20 +205,9 @@ def test_losses_are_those_of_one_process(
 
 @pytest.mark.parametrize("adapter_type", ["none", "lora"])
 def test_a_plan_has_what_a_run_would_start(adapter_type: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    command = [
-        "plan",
-        "--model",
-        str(folder / "config.json"),
-        "--gpus",
-        "2x24GB",
-        "--adapter.type",
-        adapter_type,
-        "--json",
-    ]
-    assert main([*command, "--data.max_length", "64"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert ("ddp" in {row["strategy"] for row in told["rows"]}) == (adapter_type == "lora")
-    assert "fsdp2" in {row["strategy"] for row in told["rows"]}
+    command = ["plan", "--model", str(folder / "config.json"), "--gpus", "2x24GB", "--adapter.type", adapter_type]
+    assert main([*command, "--json", "--data.max_length", "64"]) == 0
+    assert {"ddp", "fsdp2"} <= {row["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
 def test_modules_beside_the_text_are_refused_before_weights_load(folder: Path, conversations: Path, tmp_path: Path):
@@ -229,12 +221,95 @@ def test_modules_beside_the_text_are_refused_before_weights_load(folder: Path, c
         )
 
 
-def test_training_all_weights_where_some_get_no_gradient_is_refused_under_ddp(
-    folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_an_adapter_the_text_part_alone_is_trained(folder: Path, model_folder: Path):
+    model = skeleton(folder)
+    text_part.train_alone(model)
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    assert frozen == [name for name, _ in model.named_parameters() if text_part.is_within(name, BESIDE)]
+    assert len(frozen) > 30
+    text = skeleton(model_folder)
+    text_part.train_alone(text)
+    assert all(each.requires_grad for each in text.parameters())
+
+
+@pytest.fixture(scope="module")
+def renamed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, with the names that its weights have in memory: nothing is converted when it is read."""
+    path = tmp_path_factory.mktemp("renamed") / "gemma3"
+    shutil.copytree(folder, path)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    save_file({name: each.detach() for name, each in model.named_parameters()}, path / "model.safetensors", FORMAT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def full(renamed: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights of the text on one process."""
+    output = tmp_path_factory.mktemp("full") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        sft.main(scenarios.configuration(renamed, conversations, output, checkpoint__every=5))
+    return output
+
+
+def assert_only_text_is_trained(result: Path, base: Path) -> None:
+    """By the class of transformers that reads images too, and none of its weights is missing or unknown."""
+    model, told = AutoModelForImageTextToText.from_pretrained(result, output_loading_info=True)
+    assert not {name for kind in told.values() for name in kind}
+    before, after = AutoModelForImageTextToText.from_pretrained(base).state_dict(), model.state_dict()
+    assert before.keys() == after.keys()
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert same == {name for name in before if text_part.is_within(name, BESIDE)}
+    assert len(same) > 30
+
+
+def names_of(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {*file.keys()}
+
+
+def test_a_result_of_one_process_has_the_trained_text_and_the_images_of_the_base(full: Path, renamed: Path):
+    assert_only_text_is_trained(full / "final", renamed)
+    assert names_of(full / "final") == names_of(renamed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_result_of_two_processes_is_that_of_one(
+    strategy: str, ranks: Any, full: Path, renamed: Path, conversations: Path, tmp_path: Path
 ):
-    for strategy, is_refused in (("ddp", True), ("fsdp2", False)):
-        launch = distributed.Strategy(strategy, 0, 2, 1, "no", True)
-        with (
-            pytest.raises(InputError, match="ddp waits for a gradient of every weight") if is_refused else nullcontext()
-        ):
-            preflight.check(scenarios.configuration(folder, conversations, tmp_path / "run"), launch)
+    changes = {"train__micro_batch_size": 2, "checkpoint__every": 5}
+    config = scenarios.configuration(renamed, conversations, tmp_path / "run", **changes)
+    for seen in ranks(2).run(scenarios.train, config, strategy=strategy):
+        assert seen["world_size"] == 2
+    assert_parity(scenarios.read_metrics(tmp_path / "run"), scenarios.read_metrics(full), FP32_TOLERANCE)
+    assert_only_text_is_trained(tmp_path / "run" / "final", renamed)
+    assert names_of(tmp_path / "run" / "final") == names_of(renamed)
+    export(tmp_path / "run", tmp_path / "exported")
+    assert_only_text_is_trained(tmp_path / "exported", renamed)
+
+
+def test_zero3_gives_files_back_the_names_that_they_had(
+    ranks: Any, folder: Path, renamed: Path, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(folder, conversations, tmp_path / "run", train__steps=1)
+    for seen in ranks(2).run(scenarios.train, config, strategy="zero3"):
+        assert seen["world_size"] == 2
+    assert_only_text_is_trained(tmp_path / "run" / "final", folder)
+    assert names_of(tmp_path / "run" / "final") == names_of(folder) != names_of(renamed)
+
+
+def test_a_checkpoint_is_exported_with_the_images_of_its_base(full: Path, renamed: Path, tmp_path: Path):
+    export(full / "checkpoints" / "step-00000015", tmp_path / "exported")
+    assert_only_text_is_trained(tmp_path / "exported", renamed)
+
+
+def test_a_checkpoint_is_not_exported_with_the_images_of_another_base(
+    renamed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    base = shutil.copytree(renamed, tmp_path / "base")
+    sft.main(scenarios.configuration(base, conversations, tmp_path / "run", train__steps=1, checkpoint__every=1))
+    weights = {name: each + 1 for name, each in load_file(base / "model.safetensors").items()}
+    save_file(weights, base / "model.safetensors", FORMAT)
+    with pytest.raises(InputError, match="is not the one that the run began with"):
+        export(tmp_path / "run", tmp_path / "exported")

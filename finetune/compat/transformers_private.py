@@ -40,6 +40,17 @@ def forget_conversions(model: Any) -> None:
     model._weight_conversions = None
 
 
+def forget_unused_conversions(model: Any) -> None:
+    """Save weights under the names of the files that were read.
+
+    Each conversion that is known for a model is for one layout of its files, and saving reverses them all. Where
+    ZeRO-3 partitions weights as they are read, transformers keeps those for other layouts too, and their reverses give
+    names and shapes that nothing reads. Goes when ``_load_state_dict_into_zero3_model`` keeps those that were used, as
+    loading whole weights does.
+    """
+    model._weight_conversions = [each for each in vars(model).get("_weight_conversions") or () if each.was_used()]
+
+
 def checkpoint_by(layer: Any, function: Callable[..., Any]) -> None:
     """Have a layer whose activations are checkpointed call a function, with its forward and its arguments, in the place
     of PyTorch's. Goes when ``activation_checkpointing_enable`` takes a function."""

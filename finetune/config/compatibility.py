@@ -334,16 +334,6 @@ def heads_problems(strategy: str, processes: int, heads: int, key_heads: int) ->
     ]
 
 
-def unreached_problems(strategy: str, parts: Sequence[str]) -> list[str]:
-    """Why a strategy cannot train a model of which rows of text do not reach these parts."""
-    if strategy != "ddp" or not parts:
-        return []
-    return [
-        f"Rows of text do not reach {', '.join(parts)} of this model, and ddp waits for a gradient of every weight; "
-        "train an adapter, which these parts have none of, or use the strategy file fsdp2, or single on one GPU."
-    ]
-
-
 def router_problems(strategy: str, model: str, *, coefficient: float, balances: bool, paired: bool) -> list[str]:
     """Why the experts of a model cannot be balanced by a loss.
 

@@ -1,6 +1,6 @@
 """Proof of the active strategy, from the prepared model; and whole weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -71,22 +71,30 @@ def trained_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def full_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def full_parameters(
+    accelerator: Accelerator, model: torch.nn.Module, *, with_frozen: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole value of each trained parameter, one at a time, so that only one gathered tensor is alive.
 
     Every process must iterate over all of them (gathering is collective). Values are the fp32 masters if there are
     any.
+
+    Args:
+        with_frozen: of all others too, as the model computes with them.
     """
     reshard(model)
     if engine := engine_of(model):
         from deepspeed.utils import safe_get_full_fp32_param
     if part := part_of(model):
-        yield from part.parameters(model)
+        yield from part.parameters(model, with_frozen=with_frozen)
         return
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        if not parameter.requires_grad:
+        if not (with_frozen or parameter.requires_grad):
             continue
-        if isinstance(parameter, DTensor):
+        if engine and not parameter.requires_grad:
+            with _gathered(engine, parameter):
+                yield name, parameter.detach()
+        elif isinstance(parameter, DTensor):
             device = parameter.device_mesh.device_type
             shard: Any = parameter.detach().to(device)
             yield name, shard.full_tensor()
@@ -118,13 +126,25 @@ def working_parameters(accelerator: Accelerator, model: torch.nn.Module) -> Iter
                     yield name, parameter.detach()
             module.reshard()
         return
-    gathered: Callable[[torch.nn.Parameter], AbstractContextManager[object]] = nullcontext
-    if (engine := engine_of(model)) and engine.zero_optimization_stage() == 3:
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters as gathered
+    engine = engine_of(model)
     for name, parameter in bare.named_parameters():
         if parameter.requires_grad:
-            with gathered(parameter):
+            with _gathered(engine, parameter):
                 yield name, parameter.detach()
+
+
+def _gathered(engine: Any, parameter: torch.nn.Parameter) -> AbstractContextManager[object]:
+    """Within it a parameter is whole, which only ZeRO-3 partitions. Collective.
+
+    Args:
+        engine: DeepSpeed's, or None.
+    """
+    if engine is None or engine.zero_optimization_stage() != 3:
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    gathered: AbstractContextManager[object] = GatheredParameters(parameter)
+    return gathered
 
 
 def peak_flops_of(accelerator: Accelerator) -> float | None:

@@ -255,11 +255,15 @@ class HeldParts:
         return sum(whole), sum(shares), sum(local_shard(each).nbytes for each, _ in proof if not each.is_meta)
 
     @torch.no_grad()
-    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole value of each trained parameter of all stages. Collective."""
+    def parameters(self, model: torch.nn.Module, *, with_frozen: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole value of each trained parameter of all stages. Collective.
+
+        Args:
+            with_frozen: of all others too; not in a pipeline, which takes no model that has some without an adapter.
+        """
         known = dict(model.named_parameters())
-        trained = [name for name, each in known.items() if each.requires_grad]
-        for name in self.pipeline.owners if self.pipeline else trained:
+        names = [name for name, each in known.items() if with_frozen or each.requires_grad]
+        for name in self.pipeline.owners if self.pipeline else names:
             held, own = self.held[name], known[name].detach()
             if self.owns(name):
                 part = whole_part(own).view(-1)

@@ -1,8 +1,9 @@
 """Exports the model or adapter of a checkpoint: the final/ folder of a run that ended there.
 
 No model is loaded: its modules are created without memory, and the trained weights, or the averages that a run keeps of
-them, are copied from the checkpoint, with the dtypes and names of a run's result. But for an adapter that began as
-pissa or olora the base is read, and the start computed again, since the result is in terms of the base.
+them, are copied from the checkpoint, with the dtypes and names of a run's result. But the base is read for weights that
+a run without an adapter left frozen, such as those for images; and for an adapter that began as pissa or olora, whose
+start is computed again, since the result is in terms of the base.
 """
 
 import shutil
@@ -22,7 +23,7 @@ from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.export import new_folder, own_code
-from finetune.models import adapter, adapter_start, generation_settings, new_tokens
+from finetune.models import adapter, adapter_start, generation_settings, new_tokens, text_part
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
@@ -66,6 +67,8 @@ def export(
     adapter_alone = config["adapter"]["type"] != "none"
     if adapter_alone:
         _attach(model, config, models.stored_dtype(model.config), new.rows)
+    else:
+        text_part.train_alone(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
@@ -76,6 +79,9 @@ def export(
         bare = name.removeprefix(AVERAGES).removeprefix(WEIGHTS)
         trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
         state[bare] = trained if adapter_alone else trained.to(dtype)
+    if not adapter_alone and len(shapes) < sum(1 for _ in model.parameters()):
+        base = _load_base(config, run, trust_remote_code)
+        state |= {name: each.detach().to(dtype) for name, each in base.named_parameters() if name not in shapes}
     computed = config["adapter"].get("init") in ("pissa", "olora")
     beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
@@ -174,33 +180,38 @@ def _attach(
     adapter.attach(model, _section(config), **base, dtype=dtype, seed=seed, token_rows=token_rows)
 
 
+def _load_base(config: dict[str, Any], run: dict[str, Any], trust_remote_code: bool) -> models.PreTrainedModel:
+    """The model that the run began with, on the CPU, rounded as it was."""
+    named, in_bf16 = config["model"], config["train"]["weights"] == "bf16"
+    source: dict[str, Any] = {"revision": named["revision"], "trust_remote_code": trust_remote_code}
+    return models.load_model(
+        named["path"],
+        own_code.load_config(named["path"], **source),
+        **source,
+        attention="auto",
+        dtype=torch.bfloat16 if in_bf16 else DTYPES[run["strategy"]["precision"]],
+        seed=config["train"]["seed"],
+        bits=None,
+        device=torch.device("cpu"),
+        random_weights=named.get("random_weights", False),
+    )
+
+
 def _beginning(checkpoint: Checkpoint, config: dict[str, Any], trust_remote_code: bool) -> dict[str, torch.Tensor]:
     """What the adapter began with, as the run computed it: of the same base, rounded as it was.
 
     Raises:
         InputError: if the base is another one by now.
     """
-    named, run, seed = config["model"], checkpoint.contents["run"], config["train"]["seed"]
+    named, run = config["model"], checkpoint.contents["run"]
     path, revision, random_weights = named["path"], named["revision"], named.get("random_weights", False)
     if models.identity(path, revision=revision, weights=not random_weights) != run["data"]["base"]:
         raise InputError(
             f"The weights in {path} are not those that {checkpoint.path} was trained on, and its adapter is the "
             "difference to them; restore the original."
         )
-    dtype = torch.bfloat16 if config["train"]["weights"] == "bf16" else DTYPES[run["strategy"]["precision"]]
-    base = models.load_model(
-        path,
-        own_code.load_config(path, revision=revision, trust_remote_code=trust_remote_code),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        attention="auto",
-        dtype=dtype,
-        seed=seed,
-        bits=None,
-        device=torch.device("cpu"),
-        random_weights=random_weights,
-    )
-    _attach(base, config, dtype)
+    base = _load_base(config, run, trust_remote_code)
+    _attach(base, config, base.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return adapter_start.start(
         base, _section(config), files=[], device=device, whole=lambda _: nullcontext(), computes=True

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from finetune.cache import key_of
+from finetune.compat.transformers_private import forget_unused_conversions
 from finetune.config import adapter_file
 from finetune.data import named_templates
 from finetune.errors import InputError, first_line, refuse_if_any
@@ -296,6 +297,7 @@ def load_model(
             )
             # a note of transformers where the model lies, on which Accelerate would insist when the strategy moves it
             vars(model).pop("hf_device_map", None)
+            forget_unused_conversions(model)
         if bits or quantization.stored_bits(config):
             quantization.settle(model, dtype)
     except (OSError, ImportError, ValueError) as error:

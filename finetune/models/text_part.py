@@ -12,11 +12,32 @@ def unreached(model: Any) -> list[str]:
     Args:
         model: for causal language modelling, of transformers; its weights may be on the meta device.
     """
-    used = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
-    base = model.base_model  # what is beside it belongs to the head
+    base = model.base_model
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
-    outside = [name for name, parameter in base.named_parameters() if parameter not in used]
-    return sorted({prefix + name.partition(".")[0] for name in outside})
+    return sorted({prefix + name.partition(".")[0] for name in _beside_text(model)})
+
+
+def train_alone(model: Any) -> None:
+    """Freeze what rows of text do not reach, before optimizer and strategy see the model.
+
+    It would get no gradient: DDP waits for one of every trained weight, and ZeRO steps with zeros, so that weight decay
+    alone would change it.
+
+    Args:
+        model: as for ``unreached``, without an adapter; ZeRO-3 may have partitioned its weights.
+    """
+    for parameter in _beside_text(model).values():
+        parameter.requires_grad_(False)
+
+
+def _beside_text(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Weights beside decoder and head, by their names in the base model."""
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    if embedding not in decoder.modules():  # ModernBERT's name for a part of its head
+        return {}
+    used = {*decoder.parameters(), *model.get_output_embeddings().parameters()}
+    # what is beside the base model belongs to the head
+    return {name: each for name, each in model.base_model.named_parameters() if each not in used}
 
 
 def is_within(name: str, parts: Iterable[str]) -> bool:

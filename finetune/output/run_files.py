@@ -293,8 +293,9 @@ def save_final(
     which alone has a ``card``, writes. An adapter is read back and held against the model before it takes its place.
 
     Args:
-        parameters: name and whole value of each trained parameter (its master, where there is one).
-        working: the same as the model computes with them.
+        parameters: name and whole value of each trained parameter (its master, where there is one), and of all others
+            that belong to the model that is saved.
+        working: the trained ones as the model computes with them.
         adapter_alone: save the adapter, not the model.
         shapes: of each trained parameter.
         beginning: of an adapter, what ``adapter_start.start`` returned.

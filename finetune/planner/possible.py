@@ -15,7 +15,6 @@ from finetune.config.compatibility import (
     split_problems,
     spread_problems,
     stage_problems,
-    unreached_problems,
 )
 from finetune.config.refusals import recomputation_problems
 from finetune.config.strategy_names import EXPERTS
@@ -44,7 +43,6 @@ def why_not(model: Model, setting: Setting) -> str | None:
         or next(iter(recomputation_problems(setting.recomputed_layers, model.anatomy.layers)), None)
         or next(iter(_context_problems(model, setting)), None)
         or next(iter(_fp8_problems(setting)), None)
-        or next(iter(_unreached_problems(model, setting)), None)
         or next(iter(averaging_problems(setting.strategy, averages=setting.averages)), None)
     )
 
@@ -83,10 +81,6 @@ def _router_problems(model: Model, setting: Setting) -> list[str]:
 def _fp8_problems(setting: Setting) -> list[str]:
     how = {"strategy": setting.strategy, "bits": setting.bits, "precision": setting.precision}
     return fp8_problems(setting.fp8, **how, capability=None)  # type: ignore[arg-type]
-
-
-def _unreached_problems(model: Model, setting: Setting) -> list[str]:
-    return unreached_problems(setting.strategy, model.anatomy.unreached if setting.adapter == "none" else ())
 
 
 def _tensor_problems(model: Model, setting: Setting) -> list[str]:

@@ -18,6 +18,7 @@ from finetune.models import (
     loading,
     lora_forward,
     new_tokens,
+    text_part,
     weights,
 )
 from finetune.models.recomputation import recompute_activations
@@ -35,6 +36,8 @@ def load_model(
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model with its adapter, not prepared yet; ZeRO-3 has partitioned its weights already.
+
+    Without an adapter, what rows of text do not reach is frozen.
 
     Args:
         device: of quantised weights.
@@ -93,6 +96,8 @@ def load_model(
                 whole=lambda weight: distributed.whole_weights([weight], writes=True),
                 computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
             )
+    else:
+        text_part.train_alone(model)
     if train.recomputes:
         recompute_activations(model, train.recomputed_layers, offloads=train.offloads_activations)
     if spec.section.kernels == "auto":

@@ -31,7 +31,6 @@ from finetune.config.compatibility import (
     split_problems,
     spread_problems,
     stage_problems,
-    unreached_problems,
 )
 from finetune.config.recipe_classes import PairedRun
 from finetune.config.refusals import (
@@ -136,8 +135,7 @@ def check(cfg: sections.Run, launch: distributed.Strategy) -> ModelSpec:
         + (_init_problems(cfg, stored_bits, is_stored=True) if stored_bits else [])
         + (_fp8_problems(cfg, launch, stored_bits) if stored_bits and not bits else [])
     )
-    unreached = spec.unreached if cfg.adapter.type == "none" else []  # of which an adapter has no part
-    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton) + unreached_problems(launch.name, unreached))
+    refuse_if_any(_layer_problems(cfg, launch, spec.skeleton))
     refuse_if_any(_part_problems(cfg, launch, spec))
     if Path(cfg.model.path).is_dir():  # those of the hub are downloaded once all else is known to be right
         weight_files(spec, cfg.adapter)

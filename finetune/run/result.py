@@ -99,7 +99,7 @@ def write(
             folder,
             accelerator.unwrap_model(model),
             tokenizer,
-            distributed.full_parameters(accelerator, model),
+            distributed.full_parameters(accelerator, model, with_frozen=not adapter_alone),
             distributed.working_parameters(accelerator, model),
             adapter_alone=adapter_alone,
             shapes=shapes,

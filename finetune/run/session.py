@@ -113,9 +113,9 @@ class Session:
             if is_first_process():  # one run at a time works in a folder
                 stack.enter_context(checkpoint.hold(self.folder))
                 refuse_if_any(folder_problems(self.cfg))  # what it held may have changed while it was waited for
-            needs_base = self.cfg.adapter.type != "none" or self.objective.remembers_beginning
+            needs_base = self.spec.unreached or self.cfg.adapter.type != "none" or self.objective.remembers_beginning
             read = self.cfg, self.tokenizer, self.batches, self.held_out
-            fingerprints = opening.fingerprints(*read, self.tasks, needs_base=needs_base)
+            fingerprints = opening.fingerprints(*read, self.tasks, needs_base=bool(needs_base))
             known = self.cfg, self.launch, self.spec
             self.accelerator, self.collate, noticed = opening.join(*known, planned.sizes, fingerprints, self.collate)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps

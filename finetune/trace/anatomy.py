@@ -53,7 +53,6 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
         costs=tuple(pipeline_stages.costs_of(skeleton)),
         deferrable_share=deferred_gradients.share_of(skeleton),
         deferrable_width=deferred_gradients.width_of(skeleton),
-        unreached=tuple(text_part.unreached(skeleton)),
         ties=head is not None and head.weight is skeleton.get_input_embeddings().weight,
         not_spread=tuple(packing_support.why_not_spread(config, dtype=torch.bfloat16, capability=AMPERE)),
         sizes=_shared_sizes(text, skeleton) if config is text else (),

@@ -17,7 +17,7 @@ from finetune.compat.torch_private import without_modes
 from finetune.config import sections
 from finetune.errors import refuse_if_any
 from finetune.models import adapter as adapters
-from finetune.models import attention, fp8, frequencies, fused, lora_forward, quantization
+from finetune.models import attention, fp8, frequencies, fused, lora_forward, quantization, text_part
 from finetune.models.recomputation import recompute_activations
 from finetune.optim.optimizer import build_optimizer
 from finetune.trace.setting import Setting
@@ -103,6 +103,8 @@ def build(
         vocabulary = config.get_text_config().vocab_size
         rows = range(vocabulary - setting.token_rows, vocabulary)
         adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0, token_rows=rows)
+    else:
+        text_part.train_alone(model)
     if setting.activation_checkpointing:
         recompute_activations(model, setting.recomputed_layers, offloads=setting.offloads_activations)
     if setting.fused:

@@ -42,8 +42,6 @@ class Anatomy:
     deferrable_width: int = 0
     """Elements of a position that a layer keeps for these gradients, at most: inputs, each as if it were no other's,
     and gradients of outputs."""
-    unreached: tuple[str, ...] = ()
-    """Modules that rows of text do not reach."""
     ties: bool = False
     """Whether the embedding is the head's weight too."""
     not_spread: tuple[str, ...] = ()
