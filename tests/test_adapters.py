@@ -500,8 +500,9 @@ def test_published_quantisation_is_told_from_what_was_asked(stored: Any, asked: 
 
 @pytest.mark.parametrize("stored_bits", [4, 8])
 def test_full_fine_tuning_of_a_published_quantised_model_is_refused_before_weights_load(
-    stored_bits: int, model_folder: Path, conversations: Path, tmp_path: Path
+    stored_bits: int, model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(loading, "load_model", None)
     folder = shutil.copytree(model_folder, tmp_path / "published")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", f"load_in_{stored_bits}bit": True}
@@ -552,8 +553,9 @@ def test_names_that_match_nothing_are_refused_before_weights_load(
 
 
 def test_mixture_of_experts_that_would_stay_in_16_bits_is_refused_before_weights_load(
-    weights_folder: Path, conversations: Path, tmp_path: Path
+    conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(loading, "load_model", None)
     folder = tmp_path / "mixture"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4}

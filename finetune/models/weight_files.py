@@ -54,6 +54,8 @@ def parts(index: Path) -> list[str]:
     """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names:
+            raise ValueError("it lists no file")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"model.path: {index} is not a valid index of weights ({type(error).__name__}: {error}); download it again."
