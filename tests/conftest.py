@@ -17,11 +17,13 @@ import torch
 from hypothesis import settings
 from plan_models import ArithmeticTracer
 from ranks import Ranks
+from ranks import _without_a_plan as without_a_plan
 from recording import Recorder
 
 from benchmarks.proofs import MATRICES
 from finetune.cli.planning import asked
 from finetune.data import template_process
+from finetune.run import session
 
 settings.register_profile("any machine", deadline=None)  # a slow one fails no property
 settings.load_profile("any machine")
@@ -58,6 +60,7 @@ RUNS_OF_A_GROUP = 50
 """After which its processes are new ones: each run leaves a process a megabyte and a half larger."""
 LONGEST = [
     "test_notebooks",
+    "test_resuming",
     "test_demo",
     "test_parity",
     "test_adapters",
@@ -69,6 +72,7 @@ LONGEST = [
     "test_plan_configs",
     "test_dry_run",
     "test_shallow",
+    "test_plan_speed",
     "test_architectures",
     "test_plan_sharded",
     "test_families",
@@ -94,6 +98,16 @@ def steps_of_a_run(request: pytest.FixtureRequest) -> None:
     """Fewer in `make test`, where nothing that a file shows needs the others."""
     fewer = SHORTER.get(request.module.__name__, scenarios.PROVEN_STEPS)
     scenarios.STEPS = scenarios.PROVEN_STEPS if request.config.option.record_proofs else fewer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runs_without_a_plan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs in this process do without, unless their file is marked ``planned``: to trace the step of each new setting
+    takes ten times as long as the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("planned"):
+            patch.setattr(session, "plan_of", without_a_plan)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -269,8 +270,11 @@ def test_two_models_are_compared_on_the_same_rows_within_eighty_columns(
 ):
     """One that is always right against one that never is: eleven rows all differ, p = 2 / 2**11."""
     monkeypatch.setenv("COLUMNS", "200")
-    right = {"answers": lambda self, prompts, manner: [Answer("x", 1, False)] * len(prompts)}
-    monkeypatch.setattr(Speaker, "answers", right["answers"])
+
+    def answers(self: Speaker, prompts: Sequence[Any], manner: Any) -> list[Answer]:
+        return [Answer("x" if self.name == str(run) else "{}", 1, False)] * len(prompts)
+
+    monkeypatch.setattr(Speaker, "answers", answers)
     judge = "regex:" + "|".join(["x", *tiny.WORDS])
     assert main(["evaluate", str(run), str(base), "--score", judge, "--score", "json", "--score", "loss"]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -278,7 +282,7 @@ def test_two_models_are_compared_on_the_same_rows_within_eighty_columns(
     assert all(len(line) <= 80 for line in printed[2:])
     assert "B - A" in printed[2]
     found = as_json(capsys, str(run), str(base), "--score", "json")
-    assert found["differences"]["json"] == {"value": 0.0, "interval": [0.0, 0.0], "p": 1.0}
+    assert found["differences"]["json"] == {"value": 1.0, "interval": [1.0, 1.0], "p": 2 / 2**11}
 
 
 @pytest.mark.parametrize(

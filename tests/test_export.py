@@ -202,9 +202,14 @@ def test_the_command_writes_a_file_and_refuses_options_that_mean_nothing(
     model, file = build(tmp_path / "model"), tmp_path / "model.gguf"
     assert commands.main(["export", str(model), "--gguf", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gguf"]["bytes"] == file.stat().st_size
-    for options in ([], ["--push", "a/b", "--dtype", "f16"], ["--gguf", "x", "--public"], ["--push", "name"]):
+    for options, said in (
+        ([], "Say where to"),
+        (["--push", "a/b", "--dtype", "f16"], "--dtype is for --gguf"),
+        (["--gguf", "x", "--public"], "--public is for --push"),
+        (["--push", "name"], "give the repository with its owner, OWNER/NAME"),
+    ):
         assert commands.main(["export", str(model), *options]) == 2
-    assert "OWNER/NAME" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 # The hub

@@ -273,6 +273,7 @@ def test_a_copy_of_a_fused_module_computes_with_its_own_weights() -> None:
     assert torch.equal(other(x), 2 * norm(x))
 
 
+@pytest.mark.gpu  # it needs none, but a machine with one has Triton
 @pytest.mark.skipif(not liger.is_installed(), reason="needs liger-kernel and triton: pip install 'finetune[kernels]'")
 def test_ligers_kernels_are_called_as_they_expect() -> None:
     """In Triton's interpreter, which has to be chosen before anything imports Triton."""

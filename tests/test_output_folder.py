@@ -99,7 +99,7 @@ def test_folder_that_a_source_does_not_read_is_accepted(
     assert problems(Path(folder), inputs=[source]) == ""
 
 
-def test_recipe_refuses_the_folder_of_its_data_before_weights_load_and_takes_one_inside(
+def test_recipe_refuses_a_folder_with_other_things_before_weights_load_and_leaves_it_as_it_is(
     model_folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "mine.jsonl").write_bytes(conversations.read_bytes())

@@ -20,6 +20,8 @@ from finetune.planner import RunPlan, Setting, plan_run
 from finetune.run import sizes
 from recipes import sft
 
+pytestmark = pytest.mark.planned
+
 LLAMA_8B = arithmetic("llama-3.1-8b")
 
 

@@ -22,11 +22,12 @@ from finetune.models import loading
 from finetune.models.weight_files import local_files
 from finetune.output import run_files
 from finetune.output.run_files import finished_steps
-from finetune.run import preflight, result
+from finetune.run import preflight, result, session, sizes
 from finetune.training import loss
 from recipes import sft
 
 EVERY = {"checkpoint__every": 2, "checkpoint__keep": 3, "train__steps": 6, "train__overwrite": False}
+EVERY |= {"train__micro_batch_size": 8}  # all rows of a step: nothing here is about accumulation
 AUTO = {**EVERY, "checkpoint__resume": "auto"}
 
 
@@ -185,7 +186,10 @@ def flip_a_byte(path: Path) -> None:
     ("changes", "told"),
     [
         ({"train__seed": 1}, "train.seed was 0 in .* is 1 now: the row order would differ"),
-        ({"train__global_batch_size": 4}, "train.global_batch_size was 8 in .*its steps have other rows"),
+        (
+            {"train__global_batch_size": 4, "train__micro_batch_size": 4},
+            "train.global_batch_size was 8 in .*its steps have other rows",
+        ),
         ({"adapter__rank": 8}, "adapter.rank was 16 in .*finetune checkpoint export"),
         ({"adapter__targets": ["q_proj"]}, "adapter.targets was 'all-linear' in"),
         ({"data__packing": True}, "data.packing was False in"),
@@ -316,7 +320,7 @@ def test_result_of_the_run_that_was_replaced_does_not_finish_the_new_one(
     config = scenarios.configuration(model_folder, conversations, folder, **settings, train__max_bad_steps=1)
     config = config.model_copy(update={"train": config.train.model_copy(update={"overwrite": True})})
     original, calls = loss.token_loss_sum, iter(range(1000))
-    loss.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 30 else float("nan"))
+    loss.token_loss_sum = lambda logits, tokens: original(logits, tokens) * (1 if next(calls) < 4 else float("nan"))
     try:
         with pytest.raises(RunStopped, match=r"to resume after step 2"):
             sft.main(config)
@@ -394,6 +398,7 @@ def test_weights_alone_are_taken_once_and_later_restarts_go_on_with_the_optimize
 
 def test_other_packs_of_the_same_rows_are_refused(model_folder: Path, conversations: Path, tmp_path: Path):
     packed = {**EVERY, "data__packing": True, "data__max_length": 128, "train__global_batch_size": 2}
+    packed["train__micro_batch_size"] = 2
     sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **packed))
     shutil.rmtree(tmp_path / "run" / "final")
     longer = {**packed, "checkpoint__resume": "auto", "data__max_length": 256}
@@ -595,8 +600,13 @@ def test_run_that_is_killed_while_it_goes_back_keeps_every_line(
 
 
 def test_what_a_run_chose_is_no_change_of_its_configuration(
-    model_folder: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr(session, "plan_of", sizes.plan_of)
     for _ in range(2):
         changes = {**AUTO, "train__steps": 1, "train__activation_checkpointing": "auto"}
         sft.main(scenarios.configuration(model_folder, conversations, tmp_path / "run", **changes))

@@ -182,8 +182,10 @@ def peak(step: Step, setting: Setting) -> float:
 
 
 def test_square_covers_every_value_of_every_axis():
-    for name in ("strategy", "adapter", "bits", "optimizer", "weights", "precision", "layout", "accumulation"):
+    names = ("strategy", "bits", "optimizer", "weights", "precision", "layout", "accumulation", "micro_batch_size")
+    for name in (*names, "row_tokens", "fused", "adapter", "dropout", "modules_to_save"):
         assert {getattr(setting, name) for _, setting in SQUARE} == set(AXES[name]), name
+    assert {setting.rank for _, setting in SQUARE if setting.adapter != "none"} == set(AXES["rank"])
     assert {setting.activation_checkpointing for _, setting in SQUARE} == {False, True}
     assert {fields["model_type"] for fields, _ in SQUARE} == set(AXES["family"])
     assert {fields["num_hidden_layers"] for fields, _ in SQUARE} == set(AXES["layers"])
@@ -226,6 +228,12 @@ def test_two_layers_from_an_end_are_unlike_those_in_the_middle_under_zero_3(bits
     assert peak(near, setting) != pytest.approx(expected, rel=without)
 
 
+@pytest.fixture(scope="module")
+def plain() -> Step:
+    """Traced in this process, before a test changes its code."""
+    return step_of(LLAMA, SETTING, (2, 3))
+
+
 def test_primes_divide_no_dimension_rank_or_share(tmp_path: Path):
     """Of rank 21 is 7 a divisor, and of rank 20 each of 3 processes has 7 rows."""
     with Tracer(LLAMA, row_tokens=300, folder=tmp_path) as tracer:
@@ -238,16 +246,15 @@ def test_primes_divide_no_dimension_rank_or_share(tmp_path: Path):
             assert (traced.rows == 7) == seven
 
 
-def test_picture_of_a_step_reaches_its_peak_and_goes_through_its_phases_in_order():
-    step = step_of(LLAMA, SETTING, (2, 3))
-    micro_batch = step.micro_batch(2, 512)
-    course = list(step.course(micro_batch))
+def test_picture_of_a_step_reaches_its_peak_and_goes_through_its_phases_in_order(plain: Step):
+    micro_batch = plain.micro_batch(2, 512)
+    course = list(plain.course(micro_batch))
     assert list(dict.fromkeys(moment.phase for moment in course)) == ["forward", "loss", "backward", "step"]
-    assert max(moment.bytes for moment in course) == pytest.approx(peak(step, SETTING), rel=1e-9)
+    assert max(moment.bytes for moment in course) == pytest.approx(peak(plain, SETTING), rel=1e-9)
     whole = {category for moment in course for category, size in moment.categories.items() if size}
     assert {"weights", "gradients", "optimizer", "activations"} <= whole <= set(CATEGORIES)
     assert min(size for moment in course for size in moment.categories.values()) >= 0
-    for moment in step.moments(micro_batch):
+    for moment in plain.moments(micro_batch):
         assert set(moment.categories) <= set(CATEGORIES)
 
 
@@ -258,9 +265,9 @@ def step_of(fields: dict[str, Any], setting: Setting, depths: tuple[int, int]) -
     return Step(fields["num_hidden_layers"], low, high)
 
 
-def test_a_loss_that_keeps_no_logits_changes_the_step_without_a_change_of_the_planner(monkeypatch: pytest.MonkeyPatch):
-    before = peak(step_of(LLAMA, SETTING, (2, 3)), SETTING)
-
+def test_a_loss_that_keeps_no_logits_changes_the_step_without_a_change_of_the_planner(
+    plain: Step, monkeypatch: pytest.MonkeyPatch
+):
     def in_parts(model: torch.nn.Module, micro_batch: Any) -> torch.Tensor:
         next_tokens, inputs = micro_batch
 
@@ -275,7 +282,7 @@ def test_a_loss_that_keeps_no_logits_changes_the_step_without_a_change_of_the_pl
 
     monkeypatch.setattr(loss, "next_token_loss_sum", in_parts)
     step = step_of(LLAMA, SETTING, (2, 3))
-    assert peak(step, SETTING) < 0.8 * before
+    assert peak(step, SETTING) < 0.8 * peak(plain, SETTING)
 
 
 def test_a_norm_that_keeps_less_changes_the_step_without_a_change_of_the_planner(monkeypatch: pytest.MonkeyPatch):
@@ -287,22 +294,21 @@ def test_a_norm_that_keeps_less_changes_the_step_without_a_change_of_the_planner
     assert peak(step_of(short, plain, (2, 3)), plain) < 0.95 * before
 
 
-def test_operations_of_the_whole_model_follow_from_two_depths():
+def test_operations_of_the_whole_model_follow_from_two_depths(plain: Step):
     """Products take 2 FLOPs for each weight and position, and twice that backward."""
-    step = step_of(LLAMA, SETTING, (2, 3))
     matrices = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) + 4001 * 64
-    micro_batch = step.micro_batch(2, 512)
+    micro_batch = plain.micro_batch(2, 512)
     for phase, times in (("forward", 2), ("backward", 4)):
         phases = PHASES[phase]
-        kernels = [each for each in step.kernels if each.phase in phases and each.kind == "product"]
+        kernels = [each for each in plain.kernels if each.phase in phases and each.kind == "product"]
         counted = sum(each.calls * micro_batch.value(each.flops) for each in kernels)
         assert counted == times * matrices * micro_batch.rows * micro_batch.row_tokens
 
 
-def test_attention_to_rows_end_to_end_computes_as_much_as_to_padded_ones():
+def test_attention_to_rows_end_to_end_computes_as_much_as_to_padded_ones(plain: Step):
+    assert SETTING.layout == "padded"
     flops = []
-    for layout in ("padded", "flat"):
-        step = step_of(LLAMA, replace(SETTING, layout=layout), (2, 3))
+    for step in (plain, step_of(LLAMA, replace(SETTING, layout="flat"), (2, 3))):
         of_attention = [each for each in step.kernels if each.kind == "attention"]
         flops.append(sum(each.calls * step.micro_batch(2, 512).value(each.flops) for each in of_attention))
     assert flops[0] > 0

@@ -31,6 +31,8 @@ from finetune.trace.setting import Setting
 from finetune.trace.tracer import Tracer, versions
 from recipes import sft
 
+pytestmark = pytest.mark.planned
+
 TINY = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -78,6 +80,10 @@ def test_another_setting_model_or_row_is_traced_by_itself(tmp_path: Path):
         tracer, asked = counted(tmp_path, row_tokens)
         peak(tracer, setting)
         assert asked == [2]
+    tracer, asked = counted(tmp_path)
+    tracer.model_config = TINY | {"tie_word_embeddings": True}  # of the same dimensions
+    peak(tracer)
+    assert asked == [1, 2]
 
 
 def test_damaged_memory_is_traced_again(tmp_path: Path):

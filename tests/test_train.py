@@ -359,6 +359,7 @@ def configuration(model_folder: Path, conversations: Path, tmp_path: Path) -> Pa
     return tmp_path / "config.yaml"
 
 
+@pytest.mark.prove  # test_launch sees that two processes print it once, and others that the code is passed on
 def test_refusal_of_two_processes_is_printed_once_and_ends_with_code_2(configuration: Path):
     process = finetune(configuration, "--processes", "2", "--train.global_batch_size", "7")
     output, errors = process.communicate(timeout=300)

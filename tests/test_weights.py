@@ -244,31 +244,34 @@ def test_model_with_a_nan_is_refused_before_its_weights_load(
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "sentence"),
     [
-        {"num_attention_heads": 7},
-        {"num_attention_heads": 0},
-        {"num_key_value_heads": 3},
-        {"num_hidden_layers": -1},
-        {"num_hidden_layers": 0},
-        {"num_hidden_layers": 1_000_000_000},
-        {"num_hidden_layers": 2.5},
-        {"hidden_size": 0},
-        {"hidden_size": "wide"},
-        {"head_dim": -4},
-        {"vocab_size": -1},
-        {"intermediate_size": 10**18},
-        {"hidden_act": "unheard-of"},
-        {"rope_parameters": {"rope_type": "unheard-of", "rope_theta": 1e4}},
+        ({"num_attention_heads": 7}, "does not describe a valid model"),
+        ({"num_attention_heads": 0}, "does not describe a valid model"),
+        ({"num_key_value_heads": 3}, "which is not a multiple of its num_key_value_heads: 3"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: -1, but it must be 1 or more"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0, but it must be 1 or more"),
+        ({"num_hidden_layers": 1_000_000_000}, "1,000,000,000, more than the supported 2,000"),
+        ({"num_hidden_layers": 2.5}, "does not describe a valid model"),
+        ({"hidden_size": 0}, "hidden_size: 0, but it must be 1 or more"),
+        ({"hidden_size": "wide"}, "does not describe a valid model"),
+        ({"head_dim": -4}, "does not make a causal language model"),
+        ({"vocab_size": -1}, "vocab_size: -1, but it must be 1 or more"),
+        ({"intermediate_size": 10**18}, "does not make a causal language model"),
+        ({"hidden_act": "unheard-of"}, "does not make a causal language model"),
+        (
+            {"rope_parameters": {"rope_type": "unheard-of", "rope_theta": 1e4}},
+            "does not make a causal language model",
+        ),
     ],
     ids=str,
 )
 def test_impossible_configuration_is_refused_with_a_sentence(
-    sizes: dict[str, Any], folder: Path, train: Callable[..., Any]
+    sizes: dict[str, Any], sentence: str, folder: Path, train: Callable[..., Any]
 ):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
-    with pytest.raises(InputError, match=r"config\.json"):
+    with pytest.raises(InputError, match=rf"config\.json .*{sentence}"):
         train(folder)
 
 
