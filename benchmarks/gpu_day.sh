@@ -7,7 +7,8 @@
 #   REHEARSAL=1 bash benchmarks/gpu_day.sh FOLDER     the same commands in small on a CPU, recipes only
 #
 # A part that fails is named at the end, and its output is in FOLDER/PART.log; the parts after it run all the same. What a
-# part writes to temporary folders (models of 16 GB) goes with it: with TMPDIR=/dev/shm it is soon written and read.
+# part writes to temporary folders goes with it, models of 16 GB at the end: with TMPDIR=/dev/shm they are soon written
+# and read.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?folder for the results}
@@ -33,7 +34,7 @@ step() { # model, method, and further flags
   fi
   # three peers in eight minutes, each of which leaves its line when it ends; one that hangs leaves time for the others
   python -m benchmarks.step --models "$model" --methods "$2" "${flags[@]}" --packing --patience 180 \
-    --results "$out/step.jsonl"
+    --keep_models "$models" --results "$out/step.jsonl"
 }
 
 run_part() {
@@ -66,13 +67,15 @@ run_part() {
   esac
 }
 
+models=$(mktemp -d) # of 16 GB and less, which several parts read
+trap 'rm -rf "$models"' EXIT
 failed=()
 for part in "${@:-${every[@]}}"; do
   started=$SECONDS
   scratch=$(mktemp -d)
   # a part in a process group of its own, which ends whole when its time is over
   export -f run_part step
-  TMPDIR=$scratch every_part="${every[*]}" out=$out timeout --kill-after 10 "${minutes}m" \
+  TMPDIR=$scratch every_part="${every[*]}" out=$out models=$models timeout --kill-after 10 "${minutes}m" \
     bash -c 'every=($every_part); run_part "$1"' part "$part" >"$out/$part.log" 2>&1
   code=$?
   rm -rf "$scratch"

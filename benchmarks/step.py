@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", choices=("fp32_master", "bf16"), default="fp32_master", help="of the recipe")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--patience", type=int, default=480, help="seconds for each run")
+    parser.add_argument("--keep_models", type=Path, metavar="FOLDER", help="for further calls, which draw none anew")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="show what is recorded, and measure nothing")
     parser.add_argument("--chart", type=Path, default=CHART)
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder), model, asked.rows * asked.steps * (8 if asked.packing else 1))
+            documents = asked.rows * asked.steps * (8 if asked.packing else 1)
+            prepare(Path(folder), model, documents, asked.keep_models or Path(folder))
             for method in asked.methods:
                 for peer in asked.peers:
                     keys = ("max_length", "rows", "micro_batch", "steps", "packing", "weights", "optimizer")
@@ -106,11 +108,21 @@ def missing(peer: str) -> list[str]:
     return [name for name in NEEDS.get(peer, []) if importlib.util.find_spec(name) is None]
 
 
-def prepare(folder: Path, model: str, documents: int) -> None:
-    """What all peers read: a model with random weights, drawn in a process of its own, and the rows."""
-    write_model(folder / "model", model)
+def prepare(folder: Path, model: str, documents: int, models: Path) -> None:
+    """What all peers read: a model with random weights, drawn in a process of its own, and the rows.
+
+    Args:
+        models: where the model is put, complete, unless it is there.
+    """
     write_documents(folder / "rows.jsonl", documents)
-    subprocess.run([sys.executable, "-m", "benchmarks.plan_runs", "draw", str(folder / "model")], cwd=ROOT, check=True)
+    path = models.absolute() / model
+    if not path.exists():
+        models.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=models) as name:
+            made = write_model(Path(name) / model, model).absolute()
+            subprocess.run([sys.executable, "-m", "benchmarks.plan_runs", "draw", str(made)], cwd=ROOT, check=True)
+            made.rename(path)
+    (folder / "model").symlink_to(path)
 
 
 def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def run_of(peer: str, folder: Path, capsys: pytest.CaptureFixture[str], **change
 
 
 def test_peers_train_the_same_tokens_on_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    benchmark.prepare(tmp_path, "tiny", documents=12)
+    benchmark.prepare(tmp_path, "tiny", documents=12, models=tmp_path)
     found = {peer: run_of(peer, tmp_path, capsys) for peer in ("recipe", "padded", "plain", "trainer")}
     tokens = [each["tokens"] for each in found.values()]
     assert all(each == tokens[0] for each in tokens)
@@ -50,6 +50,16 @@ def measured(case: dict[str, Any], folder: Path, patience: int) -> dict[str, Any
         return {"error": "ended with 1: too little memory"}
     speed = {"recipe": 200.0, "padded": 150.0}[case["peer"]]
     return {"tokens_per_second": speed, "peak_gib": 7.0, "tflops_per_second": 0.12}
+
+
+def test_a_model_that_is_kept_is_drawn_once(tmp_path: Path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        benchmark.prepare(tmp_path / name, "tiny", documents=2, models=tmp_path / "models")
+    first, second = ((tmp_path / name / "model" / "model.safetensors").stat() for name in ("first", "second"))
+    assert first.st_size > 10_000
+    assert (first.st_ino, first.st_mtime_ns) == (second.st_ino, second.st_mtime_ns)
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny"]
 
 
 def test_a_report_shows_the_newest_figures_beside_the_recipes_and_what_failed(
