@@ -12,6 +12,7 @@ install lm-eval`) may be installed in an environment of its own.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -258,6 +259,12 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=int, default=100, help="rows of each task, at most (default: 100)")
     args = parser.parse_args()
+    if shutil.which(args.lm_eval) is None:  # before minutes of training
+        parser.error(
+            f"--lm-eval: there is no command {args.lm_eval}; install lm-eval, or give the path of its command."
+        )
+    if not args.questions.is_file():
+        parser.error(f"--questions: there is no file {args.questions}.")
     results = measure(args.lm_eval, args.model or str(demo_model()), args.questions, limit=args.limit)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
