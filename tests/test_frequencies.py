@@ -15,9 +15,12 @@ from full_trace import full_trace
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from finetune.cli.commands import main
 from finetune.data.packing import pack
+from finetune.generation import speaker_loading
 from finetune.models import frequencies
 from finetune.models.packing_support import why_not_spread
+from finetune.output.run_files import read_run
 from finetune.trace.setting import Setting
 from recipes import sft
 
@@ -225,6 +228,35 @@ def test_without_it_the_first_loss_depends_on_the_split(
         sft.main(run(phi3, rows, tmp_path / str(size), train__micro_batch_size=size))
         found.append(first_loss(tmp_path / str(size)))
     assert abs(found[0] - found[1]) > 1e-3
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_is_evaluated_with_its_own_frequencies(
+    adapter: str, phi3: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Short held-out rows, which have the long factors too."""
+    short = tiny.write_conversations(tmp_path / "short.jsonl", rows=4)
+    changes = {"data__eval": str(short), "adapter__type": adapter, "train__activation_checkpointing": "none"}
+    sft.main(run(phi3, rows, tmp_path / "run", **changes))
+    recorded = read_run(tmp_path / "run")["eval_loss"]
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--compare", "--score", "loss", "--json"]) == 0
+    before, after = json.loads(capsys.readouterr().out)["models"]
+    assert before["scores"]["loss"]["value"] == pytest.approx(recorded["before"], abs=1e-5)
+    assert after["scores"]["loss"]["value"] == pytest.approx(recorded["after"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("trained", "has_long"), [(ORIGINAL, True), (LONGEST, False)])
+def test_prompts_beyond_what_a_run_trained_have_the_frequencies_of_their_length(
+    trained: int, has_long: bool, phi3: Path, rows: Path, tmp_path: Path
+):
+    sft.main(run(phi3, rows, tmp_path / "run", data__max_length=trained))
+    (speaker,) = speaker_loading.read_speakers(speaker_loading.Request(str(tmp_path / "run"))).load()
+    found = []
+    for length in (30, 200):
+        logits_of(speaker.model, [length])
+        found.append(speaker.model.model.rotary_emb.inv_freq.clone())
+    assert (not torch.equal(*found)) == has_long
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3", "cp", "pp"])

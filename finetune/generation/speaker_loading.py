@@ -18,8 +18,8 @@ from finetune.export import adapted_model, adapter_source, own_code
 from finetune.export.results import Result, result_at
 from finetune.generation.speaker import Known, Speaker
 from finetune.hub_access import is_hub_id
+from finetune.models import frequencies, new_tokens, quantization, weights
 from finetune.models import loading as models
-from finetune.models import new_tokens, quantization, weights
 from finetune.models.end_tokens import end_tokens_of
 from finetune.output.run_files import read_run
 
@@ -92,20 +92,21 @@ def _read(request: Request) -> Unloaded:
     path = request.path
     result = None if is_hub_id(path) else result_at(Path(path))
     if result is not None and result.is_adapter:
-        return _adapted(request)
+        return _adapted(request, result.run)
     if request.base_model is not None:
         raise InputError(f"--base-model: {path} is a model and not an adapter; leave it out.")
     folder = path if result is None else str(result.folder)
+    run = None if result is None else result.run
     before = _trained_from(path, result) if request.compares else None
     tokenizer = _tokenizer(request, folder, None)
-    own = _whole(request, folder, None, tokenizer)
+    own = _whole(request, folder, None, tokenizer, run)
     if before is None:
         return own
-    first = _whole(request, *before, tokenizer)
+    first = _whole(request, *before, tokenizer, run)
     return Unloaded([*first.known, *own.known], lambda: [*first.load(), *own.load()])
 
 
-def _adapted(request: Request) -> Unloaded:
+def _adapted(request: Request, run: Path | None) -> Unloaded:
     source = adapter_source.read(
         Path(request.path),
         base_model=request.base_model,
@@ -120,13 +121,16 @@ def _adapted(request: Request) -> Unloaded:
 
     def load() -> list[Speaker]:
         model = adapted_model.load_to_answer(source, _dtype(source.dtype)).eval()
+        _turn_as_trained(model, source.config, run)
         speaker = Speaker(**vars(own), model=model)
         return [Speaker(**vars(base), model=model, without_adapter=True), speaker] if request.compares else [speaker]
 
     return Unloaded([base, own] if request.compares else [own], load, source.notes)
 
 
-def _whole(request: Request, path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> Unloaded:
+def _whole(
+    request: Request, path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, run: Path | None
+) -> Unloaded:
     bits, trusts = request.bits, request.trust_remote_code
     config = own_code.load_config(path, revision=revision, trust_remote_code=trusts)
     refuse_if_any(quantization.problems(config, bits))
@@ -146,11 +150,27 @@ def _whole(request: Request, path: str, revision: str | None, tokenizer: PreTrai
             bits=bits,
             device=device,
         )
+        _turn_as_trained(model, config, run)
         # of a base that is asked by another's tokenizer
         new_tokens.give_rows(model, new_tokens.of_tokenizer(tokenizer, config))
         return [Speaker(**vars(known), model=adapted_model.on_device(model).eval())]
 
     return Unloaded([known], load)
+
+
+def _turn_as_trained(model: torch.nn.Module, config: PreTrainedConfig, run: Path | None) -> None:
+    """Give a model the rotary frequencies that a run used, where they are those for long rows.
+
+    Those for short rows transformers chooses for itself, and others for prompts that are longer than what was trained.
+    """
+    if run is None or not frequencies.depend_on_length(config):
+        return
+    longest = read_run(run.parent).get("config", {}).get("data", {}).get("max_length", 0)
+    text = config.get_text_config(decoder=True)
+    rope = text.rope_parameters
+    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    if longest > min(each.get("original_max_position_embeddings", text.max_position_embeddings) for each in kinds):
+        frequencies.fix(model, longest)
 
 
 def _known(name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> Known:
