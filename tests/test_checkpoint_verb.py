@@ -11,7 +11,7 @@ import scenarios
 import tiny
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.cli import commands
 from finetune.config import sections
@@ -198,6 +198,26 @@ def test_a_fully_trained_checkpoint_is_exported_as_the_model_that_was_trained(
     assert "2.5000 before, 1.5000 after" in card
     assert "fsdp2" in (tmp_path / "new" / "model" / "run.yaml").read_text()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model"]
+
+
+def test_buffers_that_belong_to_a_model_are_exported_with_its_trained_weights(tmp_path: Path):
+    """Such as the bias by which experts are chosen."""
+    base = tiny.build_model_folder(tmp_path / "base")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 512}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes, **heads, **experts))
+    (bias,) = (each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias.normal_()
+    model.save_pretrained(base)
+    trained = save_run(tmp_path / "run", base)
+    export(tmp_path / "run", tmp_path / "model")
+    exported, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not {name for kind in told.values() for name in kind}
+    found = dict(exported.named_buffers())
+    assert torch.equal(next(each for name, each in found.items() if name.endswith("e_score_correction_bias")), bias)
+    expected = dict(trained.named_parameters())
+    assert all(torch.equal(each, expected[name]) for name, each in exported.named_parameters())
 
 
 @pytest.mark.parametrize("changes", [{}, {"adapter__type": "dora"}, {"adapter__modules_to_save": ["lm_head"]}], ids=str)

@@ -313,3 +313,7 @@ def test_a_checkpoint_is_not_exported_with_the_images_of_another_base(
     save_file(weights, base / "model.safetensors", FORMAT)
     with pytest.raises(InputError, match="is not the one that the run began with"):
         export(tmp_path / "run", tmp_path / "exported")
+    with pytest.raises(InputError, match="what the run did not train is taken from it, such as an encoder of images"):
+        export(tmp_path / "run", tmp_path / "exported", base_model=str(base))
+    export(tmp_path / "run", tmp_path / "exported", base_model=str(renamed))  # the same at another place
+    assert_only_text_is_trained(tmp_path / "exported", renamed)

@@ -1,13 +1,13 @@
 """Exports the model or adapter of a checkpoint: the final/ folder of a run that ended there.
 
 No model is loaded: its modules are created without memory, and the trained weights, or the averages that a run keeps of
-them, are copied from the checkpoint, with the dtypes and names of a run's result. But the base is read for weights that
-a run without an adapter left frozen, such as those for images; and for an adapter that began as pissa or olora, whose
-start is computed again, since the result is in terms of the base.
+them, are copied from the checkpoint, with the dtypes and names of a run's result. But the base is read for what a run
+without an adapter did not train, such as weights for images and the bias of a router; and for an adapter that began as
+pissa or olora, whose start is computed again, since the result is in terms of the base.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -73,15 +73,12 @@ def export(
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
     averaged = bool(config["train"].get("ema_decay"))  # older runs have no such key
-    state = {}
+    state = {} if adapter_alone else _untrained(model, shapes, config, run, trust_remote_code)
     has_average = {name for name in shapes if averaged and AVERAGES + name in checkpoint.manifest.tensors}
     for name, value in checkpoint.tensors((AVERAGES if name in has_average else WEIGHTS) + name for name in shapes):
         bare = name.removeprefix(AVERAGES).removeprefix(WEIGHTS)
         trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
         state[bare] = trained if adapter_alone else trained.to(dtype)
-    if not adapter_alone and len(shapes) < sum(1 for _ in model.parameters()):
-        base = _load_base(config, run, trust_remote_code)
-        state |= {name: each.detach().to(dtype) for name, each in base.named_parameters() if name not in shapes}
     computed = config["adapter"].get("init") in ("pissa", "olora")
     beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
@@ -195,6 +192,44 @@ def _load_base(config: dict[str, Any], run: dict[str, Any], trust_remote_code: b
         device=torch.device("cpu"),
         random_weights=named.get("random_weights", False),
     )
+
+
+def _untrained(
+    model: models.PreTrainedModel,
+    trained: Collection[str],
+    config: dict[str, Any],
+    run: dict[str, Any],
+    trust_remote_code: bool,
+) -> dict[str, torch.Tensor]:
+    """Of the base, what belongs to the model and the run did not train: frozen weights, and buffers that are saved.
+
+    Its other weights are freed before those of the checkpoint are read.
+
+    Args:
+        model: without memory.
+        trained: names of its trained weights.
+
+    Raises:
+        InputError: if the base is another one by now.
+    """
+    if len(trained) == sum(1 for _ in model.parameters()) and not _saved_buffers(model):
+        return {}
+    if not _is_as_it_was(config["model"], run["data"]["base"]):
+        raise InputError(
+            f"{config['model']['path']} is not the model that the run began with, by its fingerprint, and what the run "
+            "did not train is taken from it, such as an encoder of images; restore the original, or give its folder "
+            "with --base-model."
+        )
+    base = _load_base(config, run, trust_remote_code)
+    dtype = models.stored_dtype(model.config)
+    frozen = {name: each.detach().to(dtype) for name, each in base.named_parameters() if name not in trained}
+    return frozen | _saved_buffers(base)
+
+
+def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that stand in a model's files, such as the bias of a router."""
+    saved = model.state_dict().keys()
+    return {name: each for name, each in model.named_buffers() if name in saved}
 
 
 def _beginning(checkpoint: Checkpoint, config: dict[str, Any], trust_remote_code: bool) -> dict[str, torch.Tensor]:
