@@ -27,6 +27,7 @@ from benchmarks import (
     lm_eval_reference,
     parity_table,
     pictures,
+    plan_cases,
     preference_run,
     resume_table,
     trl_reference,
@@ -46,7 +47,12 @@ from finetune.config import adapter_file, sections
 from finetune.config.command_line import parse
 from finetune.config.compatibility import cells
 from finetune.config.recipe_classes import class_of
+from finetune.config.refusals import batch_problems
 from finetune.data import formats
+from finetune.distributed import Strategy
+from finetune.distributed.launch_environment import launch_environment
+from finetune.models import tensor_plan
+from finetune.models.loading import config_from, without_weights
 from finetune.optim.optimizer_state import Trained, state_tensors
 from recipes import pretrain
 from recipes.sft import Config
@@ -243,24 +249,46 @@ COMMANDS = [
 ELSEWHERE = {"git clone ...", "cd ..."}
 
 
-def check_recipe(script: str, arguments: list[str]) -> None:
+def check_recipe(script: str, arguments: list[str]) -> Any:
     assert (ROOT / script).is_file()
     config_class = importlib.import_module(script.removesuffix(".py").replace("/", ".")).Config
     if {"--help", "--print_config"} & {*arguments}:
         with pytest.raises(SystemExit) as ending:
             parse(config_class, arguments)
         assert ending.value.code == 0
-    else:
-        parse(config_class, arguments)
+        return None
+    return parse(config_class, arguments)
 
 
-def check_accelerate(arguments: list[str]) -> None:
+def check_accelerate(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments[0] == "launch"
     launch = launch_command_parser().parse_args(arguments[1:])
     assert Path(launch.config_file).parent == Path("accelerate_configs")
     assert Path(launch.config_file).is_file()
     assert (launch.num_processes is None) == (Path(launch.config_file).stem == "single")
-    check_recipe(launch.training_script, launch.training_script_args)
+    cfg = check_recipe(launch.training_script, launch.training_script_args)
+    if launch.num_processes is not None:
+        before_script = arguments[1 : arguments.index(launch.training_script)]
+        check_processes(launch.config_file, launch.num_processes, before_script, cfg, monkeypatch)
+
+
+SHAPES = {"SmolLM2-135M-Instruct": "SmolLM2-135M", "Llama-3.1-8B-Instruct": "Llama-3.1-8B"}
+"""Of models in commands, by names in ``plan_cases.MODELS``."""
+
+
+def check_processes(file: str, processes: int, flags: list[str], cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That so many processes can share its rows, and the layers of its model."""
+    for name, value in launch_environment(file, processes, others=flags).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    launch = Strategy.from_environment()
+    assert batch_problems(cfg.train.global_batch_size, cfg.train.least_micro_batch_size, launch.data_processes) == []
+    shape = SHAPES.get(cfg.model.path.rpartition("/")[2])
+    if launch.tensor > 1:
+        assert shape, cfg.model.path
+        fields = plan_cases.MODELS[shape] | {"num_hidden_layers": 1}
+        skeleton = without_weights(config_from(fields), trust_remote_code=False)
+        assert [*tensor_plan.why_not(skeleton, launch.tensor, bits=None)] == []
 
 
 def check_finetune(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +329,7 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises or fails where a command names a flag, file or value that does not exist."""
     program, *arguments = shlex.split(command)
     checks: dict[str, Callable[[], None]] = {
-        "accelerate": lambda: check_accelerate(arguments),
+        "accelerate": lambda: check_accelerate(arguments, monkeypatch),
         "finetune": lambda: check_finetune(arguments, monkeypatch),
         "make": lambda: check_make(arguments),
         "python": lambda: (
@@ -327,11 +355,16 @@ def test_command_is_one_that_its_parser_accepts(document: str, command: str, mon
         check(command, monkeypatch)
 
 
+LAUNCH = "accelerate launch --config_file accelerate_configs"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         "finetune data --config recipes/configs/sample.yaml --data.trian mine.jsonl",
         "finetune plan --model m --gpu 1x24GB",
+        f"{LAUNCH}/fsdp2.yaml --num_processes 16 recipes/sft.py --config {SAMPLE}",  # rows for fewer
+        f"{LAUNCH}/tp.yaml --num_processes 2 recipes/sft.py --config {SAMPLE}",  # 9 heads for two
         "finetune checkpoint list runs/sample",
         f"finetune train {SAMPLE} --train.epoch 1",
         "finetune train recipes/configs/none.yaml",
@@ -555,7 +588,7 @@ def test_stated_numbers_are_those_of_the_code():
     assert f"all {len(cells())} combinations" in text_of("docs/compatibility.md")
     published = recorded(ROOT / "tests" / "model_configs.json")
     assert f"parameters of {len(published)} published models" in text_of("docs/planner.md")
-    assert "nine\n  families of models" in text_of("docs/data.md")
+    assert "nine families of models" in text_of("docs/data.md")
     assert len(MODELS) == 9
     assert f"`checkpoint.every` steps ({sections.Checkpoint().every} by default)" in text_of("docs/checkpoints.md")
 
@@ -578,7 +611,7 @@ def test_stated_bytes_per_weight_are_those_of_the_planner(optimizer: str, weight
 def test_figures_of_the_demo_are_of_its_data_and_in_the_words_of_its_output():
     rows = {part: len(text_of(f"recipes/data/demo_{part}.jsonl").splitlines()) for part in ("train", "heldout")}
     assert f"on {rows['train']} conversations" in README
-    assert f"how many of {rows['heldout']}\nheld-out requests" in README
+    assert f"how many of {rows['heldout']} held-out requests" in README
     before, after = map(float, re.findall(r"^held-out loss: (\S+) before, (\S+) after training$", README, re.M)[0])
     assert after < 0.7 * before  # as tests/test_demo.py asks of the demo
     [matches] = re.findall(rf"^exact match on {rows['heldout']} held-out rows: 0 before, (\d+) after", README, re.M)

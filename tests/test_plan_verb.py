@@ -290,7 +290,7 @@ def test_picture_without_matplotlib_is_a_sentence(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run("--model", model, "--gpus", "1xH200", "--method", "qlora", "--plot", str(tmp_path / "a.png")) == 2
-    assert "finetune[notebooks]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 PROGRAM = """

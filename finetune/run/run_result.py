@@ -66,7 +66,7 @@ class RunResult:
             from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise InputError(
-                "plot() needs matplotlib, which is not installed; install it with: pip install 'finetune[notebooks]'."
+                "plot() needs matplotlib, which is not installed; install it with: pip install matplotlib."
             ) from error
         metrics = self.metrics
         if axes is None:

@@ -60,7 +60,7 @@ def draw(row: Row, file: Path, *, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "--plot needs matplotlib, which is not installed; install it with: pip install 'finetune[notebooks]'."
+            "--plot needs matplotlib, which is not installed; install it with: pip install matplotlib."
         ) from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
