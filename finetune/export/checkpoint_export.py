@@ -7,7 +7,7 @@ pissa or olora, whose start is computed again, since the result is in terms of t
 """
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -74,11 +74,8 @@ def export(
     dtype = models.stored_dtype(model.config)
     averaged = bool(config["train"].get("ema_decay"))  # older runs have no such key
     state = {} if adapter_alone else _untrained(model, shapes, config, run, trust_remote_code)
-    has_average = {name for name in shapes if averaged and AVERAGES + name in checkpoint.manifest.tensors}
-    for name, value in checkpoint.tensors((AVERAGES if name in has_average else WEIGHTS) + name for name in shapes):
-        bare = name.removeprefix(AVERAGES).removeprefix(WEIGHTS)
-        trained = value.to(getattr(torch, checkpoint.manifest.tensors[WEIGHTS + bare].dtype))  # as a run computes
-        state[bare] = trained if adapter_alone else trained.to(dtype)
+    for name, value in _trained(checkpoint, shapes, averaged=averaged):
+        state[name] = value if adapter_alone else value.to(dtype)
     computed = config["adapter"].get("init") in ("pissa", "olora")
     beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
@@ -192,6 +189,15 @@ def _load_base(config: dict[str, Any], run: dict[str, Any], trust_remote_code: b
         device=torch.device("cpu"),
         random_weights=named.get("random_weights", False),
     )
+
+
+def _trained(checkpoint: Checkpoint, names: Iterable[str], *, averaged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each trained weight, or of its average where there is one, in the dtype of the weight."""
+    known = checkpoint.manifest.tensors
+    stored = {(AVERAGES if averaged and AVERAGES + name in known else WEIGHTS) + name: name for name in names}
+    for place, value in checkpoint.tensors(stored):
+        name = stored[place]
+        yield name, value.to(getattr(torch, known[WEIGHTS + name].dtype))  # as a run computes
 
 
 def _untrained(
