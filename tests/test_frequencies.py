@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.cli.commands import main
 from finetune.data.packing import pack
+from finetune.errors import InputError
 from finetune.generation import speaker_loading
 from finetune.models import frequencies
 from finetune.models.packing_support import why_not_spread
@@ -228,6 +230,19 @@ def test_without_it_the_first_loss_depends_on_the_split(
         sft.main(run(phi3, rows, tmp_path / str(size), train__micro_batch_size=size))
         found.append(first_loss(tmp_path / str(size)))
     assert abs(found[0] - found[1]) > 1e-3
+
+
+def test_a_run_goes_on_with_its_own_frequencies_only(phi3: Path, rows: Path, tmp_path: Path):
+    """Rows that fit both lengths are the same rows."""
+    short = tiny.write_conversations(tmp_path / "short.jsonl", rows=8)
+    changes = {"train__steps": 2, "checkpoint__every": 1, "train__overwrite": False, "data__max_length": ORIGINAL}
+    sft.main(run(phi3, short, tmp_path / "run", **changes))
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
+    changes |= {"checkpoint__resume": "auto"}
+    with pytest.raises(InputError, match=r"data\.max_length was 64 in .* rotary frequencies depend on it; set it back"):
+        sft.main(run(phi3, short, tmp_path / "run", **changes | {"data__max_length": LONGEST}))
+    sft.main(run(phi3, short, tmp_path / "run", **changes))
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

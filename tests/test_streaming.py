@@ -16,6 +16,7 @@ from finetune.data.encoding import Settings
 from finetune.data.sources import Source
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, RunStopped
+from finetune.run.examination import Examination
 from finetune.run.session import Session
 from recipes import sft
 
@@ -188,6 +189,30 @@ def test_a_run_of_a_stream_that_is_resumed_at_its_end_keeps_what_it_skipped(
     shutil.rmtree(run / "final")
     sft.main(scenarios.configuration(model_folder, path, run, **changes, checkpoint__resume="auto"))
     assert (run / "rejected.jsonl").read_text() == before
+
+
+def test_what_the_last_step_rejected_is_written_before_its_checkpoint(
+    model_folder: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that ends in its last evaluation reads nothing again when it is resumed."""
+    monkeypatch.setattr(streaming, "WINDOW", 8)
+    monkeypatch.setattr(encoding_workers, "RECORDS_AT_ONCE", 8)
+    path = tiny.write_conversations(tmp_path / "rows.jsonl", 30)
+    path.write_text(path.read_text() + "{broken\n")
+    changes = {"data__streaming": True, "data__on_bad_row": "skip", "train__steps": 4, "train__overwrite": False}
+    config = scenarios.configuration(model_folder, path, tmp_path / "run", **changes, data__eval=str(held_out))
+    figures, evaluations = Examination.figures, iter(range(9))
+
+    def die(examination: Examination) -> dict[str, Any]:
+        if next(evaluations) == 1:
+            raise KeyboardInterrupt
+        return figures(examination)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Examination, "figures", die)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(config)
+    assert len((tmp_path / "run" / "rejected.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_run_that_is_resumed_has_read_its_stream_before_its_first_step(

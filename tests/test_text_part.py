@@ -223,12 +223,12 @@ def test_modules_beside_the_text_are_refused_before_weights_load(folder: Path, c
 
 def test_without_an_adapter_the_text_part_alone_is_trained(folder: Path, model_folder: Path):
     model = skeleton(folder)
-    text_part.train_alone(model)
+    text_part.train_alone(model, model)
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     assert frozen == [name for name, _ in model.named_parameters() if text_part.is_within(name, BESIDE)]
     assert len(frozen) > 30
     text = skeleton(model_folder)
-    text_part.train_alone(text)
+    text_part.train_alone(text, text)
     assert all(each.requires_grad for each in text.parameters())
 
 

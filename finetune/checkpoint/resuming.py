@@ -161,6 +161,17 @@ def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None], config
     ]
 
 
+def length_problems(checkpoint: Checkpoint, max_length: int) -> list[str]:
+    """Why a model whose rotary frequencies depend on ``data.max_length`` cannot go on, as a sentence."""
+    before = checkpoint.contents["run"]["config"]["data"]["max_length"]
+    if before == max_length:
+        return []
+    return [
+        f"data.max_length was {before} in {checkpoint.path} and is {max_length} now: the model's rotary frequencies "
+        f"depend on it; set it back, or {ANEW}"
+    ]
+
+
 def weight_problems(checkpoint: Checkpoint, trained: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Why a checkpoint's weights differ from the trained ones (given by name and shape), as a sentence."""
     saved = checkpoint.shapes("weights/")

@@ -8,13 +8,13 @@ through the stages), ``tensor_parallel`` (a part of each layer), ``expert_parall
 ``part_groups`` (which processes have parts of the same), ``held_parts`` (what a process has of a model, and what is
 done with the parts of all), ``model_parts`` (how it comes to them), ``part_shards`` (shards of such parts, and of
 stages), ``clipping`` (gradients of all parts by one norm), ``flat_shards`` (which elements of a parameter a process
-holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as
-checkpoints store them), ``weight_copies`` (in 16 bits, which single, ddp, pp, tp, ep and tp_pp compute with),
-``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the trained weights of
-the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost processes),
-``heartbeat`` (lost machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++ operations,
-built once), ``built_operations`` (whether they are built), ``launch_environment`` (the environment of a strategy file,
-for notebooks and tests), ``launcher`` (the processes of ``finetune train``).
+holds, and where), ``sharded_state`` (weights and optimizer state as such shards, as checkpoints store them),
+``weight_copies`` (in 16 bits, which single, ddp, pp, tp, ep and tp_pp compute with), ``whole_buffers`` (of sharded
+models), ``averaged_weights`` (averages in the place of the weights, for a while), ``remembered_weights`` (the trained
+weights of the beginning, to compute with), ``loss_scale`` (of fp16, to resume with), ``interruption`` (signals, lost
+processes), ``heartbeat`` (lost machines), ``long_timeout`` (collectives that wait), ``deepspeed_ops`` (DeepSpeed's C++
+operations, built once), ``built_operations`` (whether they are built), ``launch_environment`` (the environment of a
+strategy file, for notebooks and tests), ``launcher`` (the processes of ``finetune train``).
 Compatibility is in ``finetune.config.compatibility``.
 
 The launch file (``accelerate_configs/*.yaml``) selects the strategy. ``accelerate launch`` turns it into environment

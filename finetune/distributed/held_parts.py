@@ -259,11 +259,10 @@ class HeldParts:
         """Name and whole value of each trained parameter of all stages. Collective.
 
         Args:
-            with_frozen: of all others too; not in a pipeline, which takes no model that has some without an adapter.
+            with_frozen: of all others too.
         """
-        known = dict(model.named_parameters())
-        names = [name for name, each in known.items() if with_frozen or each.requires_grad]
-        for name in self.pipeline.owners if self.pipeline else names:
+        known, shells = dict(model.named_parameters()), self.pipeline.shells if self.pipeline else {}
+        for name in [name for name, each in known.items() if with_frozen or each.requires_grad or name in shells]:
             held, own = self.held[name], known[name].detach()
             if self.owns(name):
                 part = whole_part(own).view(-1)

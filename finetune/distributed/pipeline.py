@@ -83,16 +83,16 @@ class Pipeline:
         """Whether a forward pass is one for answers."""
         self._shape: tuple[int, ...] = ()
         """Of the hidden states of a forward pass."""
-        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        every = {name: each.requires_grad for name, each in model.named_parameters()}
         self._leave_own(model)
         own = {name for name, each in model.named_parameters() if each.device.type != "meta"}
         held: list[Any] = [None] * self.stages
-        dist.all_gather_object(held, own & set(trained), group=self.line)
-        self.owners = {name: min(stage for stage, names in enumerate(held) if name in names) for name in trained}
-        """The stage that counts each trained parameter: the first that has it."""
-        self.shared = [name for name in trained if name in held[0] and name in held[-1]]
+        dist.all_gather_object(held, own, group=self.line)
+        self.owners = {name: min(stage for stage, names in enumerate(held) if name in names) for name in every}
+        """The stage that counts each parameter: the first that has it."""
+        self.shared = [name for name in every if every[name] and name in held[0] and name in held[-1]]
         """Embeddings that are the head's weights too."""
-        self.shells = {name: each for name, each in model.named_parameters() if name in self.owners and name not in own}
+        self.shells = {name: each for name, each in model.named_parameters() if every[name] and name not in own}
         """Of trained parameters of other stages."""
 
     def _leave_own(self, model: Any) -> None:

@@ -33,6 +33,7 @@ from finetune.distributed.part_shards import shard_part
 from finetune.distributed.sharded_state import inner_optimizer
 from finetune.distributed.strategy import Strategy, compute_dtype
 from finetune.distributed.weight_copies import compute_with_copies
+from finetune.distributed.whole_buffers import kept_whole
 from finetune.errors import InputError
 from finetune.hardware import cores
 from finetune.models.pipeline_order import Order
@@ -310,7 +311,8 @@ def prepare(
         pipeline.begin(model)
     if strategy.is_fsdp:
         _wrap_what_is_there(accelerator, model)
-    with _without_chatter():
+    whole = kept_whole(model, accelerator.device) if strategy.is_fsdp and not part else contextlib.nullcontext()
+    with _without_chatter(), whole:
         if part:
             optimizer = accelerator.prepare(optimizer)
         else:

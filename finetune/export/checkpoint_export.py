@@ -23,7 +23,7 @@ from finetune.data.template_process import end_of_turn
 from finetune.distributed import AVERAGES, DTYPES, WEIGHTS, prepare_import
 from finetune.errors import InputError, refuse_if_any
 from finetune.export import new_folder, own_code
-from finetune.models import adapter, adapter_start, generation_settings, new_tokens, text_part
+from finetune.models import adapter, adapter_start, generation_settings, new_tokens, text_part, weights
 from finetune.models import loading as models
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
@@ -68,7 +68,7 @@ def export(
     if adapter_alone:
         _attach(model, config, models.stored_dtype(model.config), new.rows)
     else:
-        text_part.train_alone(model)
+        text_part.train_alone(model, model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
@@ -218,7 +218,7 @@ def _untrained(
     Raises:
         InputError: if the base is another one by now.
     """
-    if len(trained) == sum(1 for _ in model.parameters()) and not _saved_buffers(model):
+    if len(trained) == sum(1 for _ in model.parameters()) and not weights.saved_buffers(model):
         return {}
     if not _is_as_it_was(config["model"], run["data"]["base"]):
         raise InputError(
@@ -229,13 +229,7 @@ def _untrained(
     base = _load_base(config, run, trust_remote_code)
     dtype = models.stored_dtype(model.config)
     frozen = {name: each.detach().to(dtype) for name, each in base.named_parameters() if name not in trained}
-    return frozen | _saved_buffers(base)
-
-
-def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that stand in a model's files, such as the bias of a router."""
-    saved = model.state_dict().keys()
-    return {name: each for name, each in model.named_buffers() if name in saved}
+    return frozen | weights.saved_buffers(base)
 
 
 def _beginning(checkpoint: Checkpoint, config: dict[str, Any], trust_remote_code: bool) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config import sections
-from finetune.models import fused, loading, new_tokens, packing_support, quantization, text_part
+from finetune.models import fused, loading, new_tokens, packing_support, quantization, text_part, weights
 from finetune.models.end_tokens import end_tokens_of
 from finetune.models.new_tokens import NewTokens
 
@@ -74,9 +74,11 @@ class ModelSpec:
         return self.bits or self.stored_bits
 
     @property
-    def unreached(self) -> list[str]:
-        """Parts of the model that rows of text do not reach, such as an encoder of images."""
-        return text_part.unreached(self.skeleton)
+    def keeps_of_base(self) -> bool:
+        """Whether a run of all weights leaves some of the model's files as they are, which checkpoints then lack: an
+        encoder of images, weights that the model freezes itself, or buffers."""
+        frozen = any(not each.requires_grad for each in self.skeleton.parameters())
+        return frozen or bool(text_part.unreached(self.skeleton)) or bool(weights.saved_buffers(self.skeleton))
 
     @property
     def stored_dtype(self) -> torch.dtype:

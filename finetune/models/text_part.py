@@ -17,17 +17,29 @@ def unreached(model: Any) -> list[str]:
     return sorted({prefix + name.partition(".")[0] for name in _beside_text(model)})
 
 
-def train_alone(model: Any) -> None:
-    """Freeze what rows of text do not reach, before optimizer and strategy see the model.
+def train_alone(model: Any, skeleton: Any) -> None:
+    """Freeze what rows of text do not reach and what a model freezes itself, before optimizer and strategy see it.
 
     It would get no gradient: DDP waits for one of every trained weight, and ZeRO steps with zeros, so that weight decay
     alone would change it.
 
     Args:
         model: as for ``unreached``, without an adapter; ZeRO-3 may have partitioned its weights.
+        skeleton: the same as transformers builds it; once weights are read, all of them would be trained.
     """
     for parameter in _beside_text(model).values():
         parameter.requires_grad_(False)
+    known = dict(model.named_parameters())
+    for name, parameter in skeleton.named_parameters():
+        if not parameter.requires_grad:
+            known[name].requires_grad_(False)
+
+
+INSIDE = {
+    "phi4_multimodal": ("embed_tokens_extend",),
+    "git": ("image_encoder", "visual_projection", "img_temporal_embedding"),
+}
+"""Of types of models, by their names in the decoder, encoders that lie in the decoder itself."""
 
 
 def _beside_text(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -35,7 +47,9 @@ def _beside_text(model: Any) -> dict[str, torch.nn.Parameter]:
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
     if embedding not in decoder.modules():  # ModernBERT's name for a part of its head
         return {}
-    used = {*decoder.parameters(), *model.get_output_embeddings().parameters()}
+    inside = INSIDE.get(model.config.model_type, ())
+    used = {each for name, each in decoder.named_parameters() if not is_within(name, inside)}
+    used |= {*model.get_output_embeddings().parameters()}
     # what is beside the base model belongs to the head
     return {name: each for name, each in model.base_model.named_parameters() if each not in used}
 

@@ -99,6 +99,12 @@ def problems(skeleton: PreTrainedModel, files: Sequence[Path]) -> list[str]:
     ]
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that stand in a model's files beside its parameters, such as the bias by which experts are chosen."""
+    saved = model.state_dict().keys()
+    return {name: each for name, each in model.named_buffers() if name in saved}
+
+
 def _differences(found: Mapping[str, Any]) -> list[str]:
     """transformers' loading info as clauses."""
     missing = sorted(found["missing_keys"])

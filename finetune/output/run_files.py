@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from finetune.cache import flush, flush_all
 from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
-from finetune.models import adapter, loading
+from finetune.models import adapter, loading, weights
 from finetune.output.run_reading import line_of, read_metrics, read_run
 
 PACKAGES = (
@@ -318,6 +318,7 @@ def save_final(
             if adapter_alone:
                 adapter.save(temporary, model, state, beginning=beginning)
             else:
+                state |= {name: each.to("cpu") for name, each in weights.saved_buffers(model).items()}
                 model.save_pretrained(temporary, state_dict=state)
                 model.config.dtype = dtype  # save_pretrained has written that of the model in memory
                 model.config.save_pretrained(temporary)

@@ -49,14 +49,19 @@ class Logbook:
 
     def write(self, finished: list[dict[str, Any]]) -> None:
         """Add the metrics of steps, and what was rejected meanwhile."""
-        rejected, told = self.batches.newly_rejected(), list[str]()
-        if self.writes:
-            told = self.metrics_file.append(map(line_of, finished)) + self.rejected_file.append(rejected)
+        told = self.metrics_file.append(map(line_of, finished)) if self.writes else []
         for metrics in finished:
             self.screen.step(metrics)
         self._say(told)
+        self.write_rejected()
         for metrics in finished:
             self.trackers.log(metrics)
+
+    def write_rejected(self) -> None:
+        """Add what was rejected meanwhile: before a checkpoint, of the last of which nothing is read again."""
+        rejected = self.batches.newly_rejected()
+        if self.writes:
+            self._say(self.rejected_file.append(rejected))
 
     def complete(self, step: int, metrics: dict[str, Any]) -> None:
         """Add figures to the line of a step that was written before."""

@@ -29,6 +29,7 @@ from finetune.output.run_record import RunRecord
 from finetune.planner import RunPlan
 from finetune.run import agreement
 from finetune.run.sizes import Sizes
+from finetune.training.loss import Objective
 from finetune.training.task_scores import Task
 
 
@@ -82,15 +83,16 @@ def fingerprints(
     batches: Batches | Stream,
     held_out: Rows | None,
     tasks: Sequence[Task],
-    *,
-    needs_base: bool,
+    spec: ModelSpec,
+    objective: Objective,
 ) -> dict[str, str | None]:
     """Of what is read: another run is known by them, and a process that reads something else.
 
-    Args:
-        needs_base: a checkpoint is of no use without the weights that the run began with.
+    Of the base its weights too, where a checkpoint is of no use without them: one of an adapter, one that lacks what
+    stays as it was, or one of a run whose loss compares with what it began with.
     """
     model = cfg.model
+    needs_base = cfg.adapter.type != "none" or spec.keeps_of_base or objective.remembers_beginning
     found = {
         "train": batches.fingerprint,
         "eval": held_out.fingerprint if held_out else None,

@@ -13,6 +13,8 @@ from finetune.config import sections
 from finetune.data.batches import Batches
 from finetune.data.streaming import Stream
 from finetune.errors import InputError, refuse_if_any
+from finetune.models import frequencies
+from finetune.models.spec import ModelSpec
 from finetune.output import run_files
 from finetune.output.run_reading import read_metrics
 from finetune.output.run_record import Progress, RunRecord
@@ -37,6 +39,7 @@ class Resumption:
         cls,
         cfg: sections.Run,
         launch: distributed.Strategy,
+        spec: ModelSpec,
         fingerprints: dict[str, str | None],
         steps: int,
         say: Callable[[str], None],
@@ -59,6 +62,8 @@ class Resumption:
         resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder))
         now = resumption._now
         refuse_if_any(resuming.config_problems(found, **now) + resuming.input_problems(found, fingerprints, now["now"]))
+        if frequencies.depend_on_length(spec.config):
+            refuse_if_any(resuming.length_problems(found, cfg.data.max_length))
         return resumption
 
     @property

@@ -113,9 +113,8 @@ class Session:
             if is_first_process():  # one run at a time works in a folder
                 stack.enter_context(checkpoint.hold(self.folder))
                 refuse_if_any(folder_problems(self.cfg))  # what it held may have changed while it was waited for
-            needs_base = self.spec.unreached or self.cfg.adapter.type != "none" or self.objective.remembers_beginning
             read = self.cfg, self.tokenizer, self.batches, self.held_out
-            fingerprints = opening.fingerprints(*read, self.tasks, needs_base=bool(needs_base))
+            fingerprints = opening.fingerprints(*read, self.tasks, self.spec, self.objective)
             known = self.cfg, self.launch, self.spec
             self.accelerator, self.collate, noticed = opening.join(*known, planned.sizes, fingerprints, self.collate)
             is_main, steps = self.accelerator.is_main_process, self.batches.steps
@@ -131,7 +130,7 @@ class Session:
             self.record = opening.new_record(*known, fingerprints, template, self.batches, self.held_out, self.plan)
             for line in opening.introduction(*known, self.batches, self.held_out, planned.lines):
                 self.screen.say(line)
-            self.resumption = Resumption.find(self.cfg, self.launch, fingerprints, steps, self.screen.say)
+            self.resumption = Resumption.find(*known, fingerprints, steps, self.screen.say)
             if self.resumption:
                 self.record = self.resumption.marked(self.record)
             self.own = self.resumption.checkpoint if self.resumption and self.resumption.is_same_run else None
@@ -325,6 +324,7 @@ class Session:
         if save_failed:
             self.saver.give_up()
         if saves:  # before the evaluation, which may take long, and which a run that resumes makes up for
+            self.logbook.write_rejected()
             finished[-1]["save_stall_seconds"] = self._save(step, finished)
         if evaluates and not compares:
             finished[-1] |= self.examination.figures()
