@@ -16,8 +16,7 @@ import tiny
 import torch
 from hypothesis import settings
 from plan_models import ArithmeticTracer
-from ranks import Ranks
-from ranks import _without_a_plan as without_a_plan
+from ranks import Ranks, without_a_plan
 from recording import Recorder
 
 from benchmarks.proofs import MATRICES

@@ -90,7 +90,7 @@ def _fork_ranks(connections: list[Any], port: str, log_folder: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def _without_a_plan(cfg: Any, launch: Any, spec: Any, batches: Any) -> Any:
+def without_a_plan(cfg: Any, launch: Any, spec: Any, batches: Any) -> Any:
     """In place of ``sizes.plan_of``, which traces the step of each new setting: matrices have hundreds of them, and a
     run's plan has tests of its own."""
     from finetune.run import sizes
@@ -150,7 +150,7 @@ def _serve(connections: list[Any], rank: int, port: str, log_folder: Path) -> No
     own = dict(os.environ)
     from finetune.run import session
 
-    session.plan_of = _without_a_plan  # type: ignore[assignment]
+    session.plan_of = without_a_plan  # type: ignore[assignment]
     groups = _KeptGroups()
     while True:
         try:
