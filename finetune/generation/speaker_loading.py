@@ -163,13 +163,8 @@ def _turn_as_trained(model: torch.nn.Module, config: PreTrainedConfig, run: Path
 
     Those for short rows transformers chooses for itself, and others for prompts that are longer than what was trained.
     """
-    if run is None or not frequencies.depend_on_length(config):
-        return
-    longest = read_run(run.parent).get("config", {}).get("data", {}).get("max_length", 0)
-    text = config.get_text_config(decoder=True)
-    rope = text.rope_parameters
-    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]
-    if longest > min(each.get("original_max_position_embeddings", text.max_position_embeddings) for each in kinds):
+    longest = read_run(run.parent).get("config", {}).get("data", {}).get("max_length", 0) if run else 0
+    if frequencies.are_for_long_rows(config, longest):
         frequencies.fix(model, longest)
 
 

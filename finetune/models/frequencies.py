@@ -23,27 +23,22 @@ FIXED = "fixed"
 to initialise the frequencies again would fail."""
 
 
-def fix(model: torch.nn.Module, longest: int) -> int:
+def fix(model: torch.nn.Module, longest: int) -> None:
     """Give rotary embeddings the frequencies for rows of up to ``longest`` tokens, which no forward changes after that.
 
     Args:
         longest: tokens of the longest row that the run may have, ``data.max_length``.
-
-    Returns:
-        How many sets of frequencies were fixed; 0 where none depends on the length.
     """
-    fixed = 0
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and kinds in CHOSEN_BY_LENGTH:
             _fix(module, kinds, None, longest)
-            vars(module)["rope_type"], fixed = FIXED, fixed + 1
+            vars(module)["rope_type"] = FIXED
         elif isinstance(kinds, dict):  # of kinds of layers, by their names
             chosen = {layer: kind for layer, kind in kinds.items() if kind in CHOSEN_BY_LENGTH}
             for layer, kind in chosen.items():
                 _fix(module, kind, layer, longest)
-            vars(module)["rope_type"], fixed = kinds | dict.fromkeys(chosen, FIXED), fixed + len(chosen)
-    return fixed
+            vars(module)["rope_type"] = kinds | dict.fromkeys(chosen, FIXED)
 
 
 def depend_on_length(config: PreTrainedConfig) -> bool:
@@ -51,6 +46,15 @@ def depend_on_length(config: PreTrainedConfig) -> bool:
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     return not kinds.isdisjoint(CHOSEN_BY_LENGTH)
+
+
+def are_for_long_rows(config: PreTrainedConfig, longest: int) -> bool:
+    """Whether ``fix`` chooses others than transformers would for short rows."""
+    if not depend_on_length(config):
+        return False
+    text = config.get_text_config(decoder=True)
+    kinds = [each for each in text.rope_parameters.values() if isinstance(each, dict)] or [text.rope_parameters]
+    return longest > min(each.get("original_max_position_embeddings", text.max_position_embeddings) for each in kinds)
 
 
 def _fix(module: Any, kind: str, layer: str | None, longest: int) -> None:
