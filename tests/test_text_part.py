@@ -70,9 +70,32 @@ def test_an_adapter_has_no_part_in_them(targets: Any, folder: Path):
     assert len(trained) == 3 * (7 if targets == "all-linear" else 2)
 
 
-def test_names_of_their_layers_alone_are_refused(folder: Path):
-    with pytest.raises(InputError, match=r"change adapter\.targets"):
-        adapter.on_a_copy(skeleton(folder), sections.Adapter(type="lora", targets=["fc1"]))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"adapter__targets": ["q_proj", "fc1"]}, "adapter.targets: fc1"),
+        ({"adapter__targets": ["fc1", "fc2"]}, "adapter.targets: fc1, fc2"),
+        ({"adapter__rank_pattern": {"q_proj": 2, "fc1": 3}}, "adapter.rank_pattern: fc1"),
+        ({"adapter__alpha_pattern": {"fc1": 3}}, "adapter.alpha_pattern: fc1"),
+        ({"adapter__targets": ["q_proj"], "adapter__rank_pattern": {"q_proj": 2}}, None),
+    ],
+    ids=str,
+)
+def test_names_of_their_layers_alone_are_refused_before_weights_load(
+    changes: dict[str, Any], said: str | None, folder: Path, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(folder, conversations, tmp_path / "run", **LORA | changes)
+    launch = distributed.Strategy("ddp", 0, 2, 1, "no", True)
+    if said is None:
+        preflight.check(config, launch)
+        return
+    with pytest.raises(InputError) as refused:
+        preflight.check(config, launch)
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{said} is only found in {' and '.join(BESIDE)}, which rows of text do not reach")
+    assert problem.endswith(
+        "linear layers of the text: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj."
+    )
 
 
 def test_layers_and_flops_are_those_of_the_text(folder: Path):

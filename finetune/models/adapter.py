@@ -49,7 +49,7 @@ def problems(
         quantised: whether the linear layers will be, except the output head.
         patterns: names in adapter.rank_pattern and adapter.alpha_pattern, by these keys.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    layers = _linear_layers(model)
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
     found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every, patterns=patterns)
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -77,6 +77,31 @@ def _unreached_problems(model: torch.nn.Module, modules_to_save: Sequence[str]) 
         for saved, name in first.items()
         if name is not None
     ]
+
+
+def unreached_target_problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
+    """Names of a new adapter's section that are found only among layers that rows of text do not reach.
+
+    They would be dropped. A continued adapter may have them, where it has learnt nothing.
+    """
+    parts, layers = text_part.unreached(model), _linear_layers(model)
+    text = _last_names(name for name in layers if not text_part.is_within(name, parts))
+    lost = _last_names(layers) - text
+    named = {
+        "targets": [] if isinstance(section.targets, str) else section.targets,
+        "rank_pattern": section.rank_pattern,
+        "alpha_pattern": section.alpha_pattern,
+    }
+    return [
+        f"adapter.{key}: {', '.join(without)} is only found in {' and '.join(parts)}, which rows of text do not reach, "
+        f"so that it would get no adapter; remove it, or name linear layers of the text: {', '.join(sorted(text))}."
+        for key, names in named.items()
+        if not section.from_ and (without := sorted(lost.intersection(names)))
+    ]
+
+
+def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)}
 
 
 def _last_names(names: Iterable[str]) -> set[str]:
@@ -165,8 +190,7 @@ def _targets(model: PreTrainedModel, targets: str | list[str]) -> str | list[str
     if not parts:
         return targets if isinstance(targets, str) else list(targets)
     head = model.get_output_embeddings()
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)}
-    reached = {name: each for name, each in layers.items() if not text_part.is_within(name, parts)}
+    reached = {name: each for name, each in _linear_layers(model).items() if not text_part.is_within(name, parts)}
     if targets == "all-linear":
         return [name for name, each in reached.items() if each is not head]
     return [name for name in reached if any(f".{name}".endswith(f".{target}") for target in targets)]

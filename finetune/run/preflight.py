@@ -177,6 +177,7 @@ def _check_adapter(cfg: sections.Run, launch: distributed.Strategy, spec: ModelS
             quantised=spec.quantised_bits is not None,
             patterns={"rank_pattern": cfg.adapter.rank_pattern, "alpha_pattern": cfg.adapter.alpha_pattern},
         )
+        + adapters.unreached_target_problems(skeleton, cfg.adapter)
         + (quantization.model_problems(skeleton) if spec.quantised_bits else [])
     )
     refuse_if_any(continued_adapter.problems(skeleton, cfg.adapter, new) if cfg.adapter.from_ else [])
