@@ -54,11 +54,16 @@ def step(model: PreTrainedModel) -> tuple[int, int, torch.Tensor, list[torch.Ten
     return len(computed) - LAYERS, sum(kept.values()), loss.detach(), gradients
 
 
-@pytest.mark.parametrize("fuses", [False, True])
-def test_the_first_layers_are_recomputed_the_others_not_and_loss_and_gradients_stay(fuses: bool) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "fuses"),
+    [("llama", False), ("llama", True), ("modernbert-decoder", False)],  # whose head is named decoder
+)
+def test_the_first_layers_are_recomputed_the_others_not_and_loss_and_gradients_stay(
+    model_type: str, fuses: bool
+) -> None:
     before, kept_before = None, None
     for layers in (0, 1, 3, None):
-        model = model_of()
+        model = model_of(model_type)
         if layers != 0:
             recomputation.recompute_activations(model, layers)
         if fuses:

@@ -44,9 +44,7 @@ INSIDE = {
 
 def _beside_text(model: Any) -> dict[str, torch.nn.Parameter]:
     """Weights beside decoder and head, by their names in the base model."""
-    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    if embedding not in decoder.modules():  # ModernBERT's name for a part of its head
-        return {}
+    decoder = decoder_of(model)
     inside = INSIDE.get(model.config.model_type, ())
     used = {each for name, each in decoder.named_parameters() if not is_within(name, inside)}
     used |= {*model.get_output_embeddings().parameters()}
@@ -59,7 +57,10 @@ def is_within(name: str, parts: Iterable[str]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+def decoder_of(model: Any) -> Any:
     """The part whose layers rows of text pass; the model itself where it does not say."""
-    decoder = getattr(model, "get_decoder", None)
-    return model if decoder is None else decoder() or model
+    if not hasattr(model, "get_decoder"):
+        return model
+    decoder = model.get_decoder() or model
+    # ModernBERT's decoder calls its output head that, and get_decoder takes it for the decoder
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
