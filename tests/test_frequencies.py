@@ -140,6 +140,14 @@ def test_only_the_kind_of_layer_that_depends_on_the_length_is_fixed():
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_lengths_that_change_them_are_known(kind: str):
+    config = config_of(kind)
+    assert not frequencies.differ(config, ORIGINAL, 1)
+    assert frequencies.differ(config, ORIGINAL + 1, ORIGINAL)
+    assert frequencies.differ(config, LONGEST, ORIGINAL + 1) == (kind in ("llama", "gemma3_text"))  # dynamic
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_configuration_and_saved_weights_stay(kind: str):
     model, untouched = model_of(kind), model_of(kind, None)
     assert model.config.to_dict() == untouched.config.to_dict()
@@ -153,6 +161,7 @@ def test_other_models_are_left_as_they_are():
     assert torch.equal(model.model.rotary_emb.inv_freq, before)
     assert model.model.rotary_emb.rope_type == "default"
     assert not frequencies.depend_on_length(model.config)
+    assert not frequencies.differ(model.config, LONGEST, 1)
     assert all(frequencies.depend_on_length(config_of(kind)) for kind in MODELS)
 
 
@@ -244,7 +253,7 @@ def test_a_run_goes_on_with_its_own_frequencies_only(phi3: Path, rows: Path, tmp
     changes |= {"checkpoint__resume": "auto"}
     with pytest.raises(InputError, match=r"data\.max_length was 64 in .* rotary frequencies depend on it; set it back"):
         sft.main(run(phi3, short, tmp_path / "run", **changes | {"data__max_length": LONGEST}))
-    sft.main(run(phi3, short, tmp_path / "run", **changes))
+    sft.main(run(phi3, short, tmp_path / "run", **changes | {"data__max_length": ORIGINAL - 1}))
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

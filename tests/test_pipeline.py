@@ -156,6 +156,22 @@ def test_a_stage_has_and_steps_its_own_layers_alone(ranks: Any, deep_folder: Pat
     assert (recorded["stages"], recorded["sharding"]["layers"]) == (3, 2)
 
 
+def test_a_stage_between_the_ends_of_a_model_that_ties_them_has_no_part_in_them(
+    ranks: Any, conversations: Path, tmp_path: Path
+):
+    folder = tiny.build_model_folder(tmp_path / "tied", layers=3)
+    changes: dict[str, Any] = {"train__steps": 2, "train__micro_batch_size": 2}
+    config = scenarios.configuration(folder, conversations, tmp_path / "run", **changes)
+    alone = scenarios.configuration(folder, conversations, tmp_path / "alone", **changes)
+    found = ranks(3).run(pipelines.held_in, config, 3, strategy="pp")
+    assert [each["stage"] for each in found] == [0, 1, 2]
+    ranks(1).run(scenarios.train, alone, strategy="single")
+    assert_alike(scenarios.read_metrics(tmp_path / "run"), scenarios.read_metrics(tmp_path / "alone"))
+    whole, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("run", "alone"))
+    assert whole.keys() == expected.keys()
+    assert all(torch.allclose(whole[name], expected[name], atol=1e-5) for name in whole)
+
+
 def test_micro_batches_of_a_step_are_as_long_as_its_longest(
     ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
 ):

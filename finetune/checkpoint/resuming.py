@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,14 @@ def input_problems(checkpoint: Checkpoint, now: Mapping[str, str | None], config
     ]
 
 
-def length_problems(checkpoint: Checkpoint, max_length: int) -> list[str]:
-    """Why a model whose rotary frequencies depend on ``data.max_length`` cannot go on, as a sentence."""
+def length_problems(checkpoint: Checkpoint, max_length: int, differ: Callable[[int, int], bool]) -> list[str]:
+    """Why a model cannot go on whose rotary frequencies depend on ``data.max_length``, as a sentence.
+
+    Args:
+        differ: whether the model's frequencies do, for rows of up to two lengths (``frequencies.differ``).
+    """
     before = checkpoint.contents["run"]["config"]["data"]["max_length"]
-    if before == max_length:
+    if not differ(before, max_length):
         return []
     return [
         f"data.max_length was {before} in {checkpoint.path} and is {max_length} now: the model's rotary frequencies "

@@ -154,7 +154,7 @@ class HeldParts:
         return found
 
     def owns(self, name: str) -> bool:
-        """Whether this stage counts a trained parameter."""
+        """Whether this stage counts a parameter."""
         return self.pipeline is None or self.pipeline.owns(name)
 
     def settle(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -262,7 +262,9 @@ class HeldParts:
             with_frozen: of all others too.
         """
         known, shells = dict(model.named_parameters()), self.pipeline.shells if self.pipeline else {}
-        for name in [name for name, each in known.items() if with_frozen or each.requires_grad or name in shells]:
+        for name in (name for name in known if name in self.held):
+            if not (with_frozen or known[name].requires_grad or name in shells):
+                continue
             held, own = self.held[name], known[name].detach()
             if self.owns(name):
                 part = whole_part(own).view(-1)

@@ -92,8 +92,8 @@ class Pipeline:
         """The stage that counts each parameter: the first that has it."""
         self.shared = [name for name in every if every[name] and name in held[0] and name in held[-1]]
         """Embeddings that are the head's weights too."""
-        self.shells = {name: each for name, each in model.named_parameters() if every[name] and name not in own}
-        """Of trained parameters of other stages."""
+        self.shells = {name: each for name, each in model.named_parameters() if every.get(name) and name not in own}
+        """Of trained parameters of other stages. A head without its embedding has lost its tie, and is none."""
 
     def _leave_own(self, model: Any) -> None:
         """Make the modules of other stages pass on what they get, and free their weights."""
@@ -252,11 +252,11 @@ class Pipeline:
             self._answers = False
 
     def owns(self, name: str) -> bool:
-        """Whether a trained parameter counts as one of this stage: embeddings that are the head's too, of the first."""
+        """Whether a parameter counts as one of this stage: embeddings that are the head's too, of the first."""
         return self.owners[name] == self.stage
 
     def broadcast(self, value: torch.Tensor, name: str) -> None:
-        """Give all stages the whole value of a trained parameter, of the stage that counts it. Collective."""
+        """Give all stages the whole value of a parameter, of the stage that counts it. Collective."""
         dist.broadcast(value, self.line_ranks[self.owners[name]], group=self.line)
 
     def from_the_last(self, names: list[str]) -> list[str]:

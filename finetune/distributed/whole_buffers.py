@@ -1,7 +1,7 @@
 """Buffers that stand in a model's files, where FSDP2 shards its parameters: whole, in every process.
 
 Accelerate 1.15 distributes all that a state dict holds as shards, and a buffer has none (``fsdp2_load_full_state_dict``
-ends with "'Tensor' object has no attribute 'device_mesh'"). Others than those of the files it leaves alone.
+ends with "'Tensor' object has no attribute 'device_mesh'"). Buffers that are not in the files it leaves alone.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def kept_whole(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Within it the model may be sharded: the buffers of its files count as others. Collective.
 
     Args:
-        model: not sharded yet; of processes other than the first, whatever values the buffers have.
+        model: not sharded yet; in processes other than the first, its buffers may have any values.
         device: on which all processes compute.
     """
     saved = saved_buffers(model)

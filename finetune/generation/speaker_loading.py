@@ -164,7 +164,7 @@ def _turn_as_trained(model: torch.nn.Module, config: PreTrainedConfig, run: Path
     Those for short rows transformers chooses for itself, and others for prompts that are longer than what was trained.
     """
     longest = read_run(run.parent).get("config", {}).get("data", {}).get("max_length", 0) if run else 0
-    if frequencies.are_for_long_rows(config, longest):
+    if frequencies.differ(config, longest, 1):
         frequencies.fix(model, longest)
 
 

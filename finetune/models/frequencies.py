@@ -48,13 +48,19 @@ def depend_on_length(config: PreTrainedConfig) -> bool:
     return not kinds.isdisjoint(CHOSEN_BY_LENGTH)
 
 
-def are_for_long_rows(config: PreTrainedConfig, longest: int) -> bool:
-    """Whether ``fix`` chooses others than transformers would for short rows."""
+def differ(config: PreTrainedConfig, longest: int, other: int) -> bool:
+    """Whether ``fix`` chooses others for rows of up to ``longest`` tokens than for rows of up to ``other``."""
     if not depend_on_length(config):
         return False
-    text = config.get_text_config(decoder=True)
-    kinds = [each for each in text.rope_parameters.values() if isinstance(each, dict)] or [text.rope_parameters]
-    return longest > min(each.get("original_max_position_embeddings", text.max_position_embeddings) for each in kinds)
+    text: Any = config.get_text_config(decoder=True)
+    rope = text.rope_parameters
+    kinds = {None: rope} if "rope_type" in rope else rope
+    for layer, kind in ((layer, each["rope_type"]) for layer, each in kinds.items()):
+        if kind in CHOSEN_BY_LENGTH:
+            both = [ROPE_INIT_FUNCTIONS[kind](text, "cpu", seq_len=each, layer_type=layer) for each in (longest, other)]
+            if both[0][1] != both[1][1] or not torch.equal(both[0][0], both[1][0]):
+                return True
+    return False
 
 
 def _fix(module: Any, kind: str, layer: str | None, longest: int) -> None:

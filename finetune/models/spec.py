@@ -75,7 +75,7 @@ class ModelSpec:
 
     @property
     def keeps_of_base(self) -> bool:
-        """Whether a run of all weights leaves some of the model's files as they are, which checkpoints then lack: an
+        """Whether a run of all weights leaves parts of the model unchanged, which its checkpoints do not contain: an
         encoder of images, weights that the model freezes itself, or buffers."""
         frozen = any(not each.requires_grad for each in self.skeleton.parameters())
         return frozen or bool(text_part.unreached(self.skeleton)) or bool(weights.saved_buffers(self.skeleton))

@@ -25,7 +25,7 @@ def train_alone(model: Any, skeleton: Any) -> None:
 
     Args:
         model: as for ``unreached``, without an adapter; ZeRO-3 may have partitioned its weights.
-        skeleton: the same as transformers builds it; once weights are read, all of them would be trained.
+        skeleton: the same as transformers builds it; reading weights sets ``requires_grad`` on all of them.
     """
     for parameter in _beside_text(model).values():
         parameter.requires_grad_(False)

@@ -58,7 +58,10 @@ class Logbook:
             self.trackers.log(metrics)
 
     def write_rejected(self) -> None:
-        """Add what was rejected meanwhile: before a checkpoint, of the last of which nothing is read again."""
+        """Add what was rejected meanwhile.
+
+        Before a checkpoint too: a run that resumes from its last one reads no more rows.
+        """
         rejected = self.batches.newly_rejected()
         if self.writes:
             self._say(self.rejected_file.append(rejected))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class Resumption:
         resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder))
         now = resumption._now
         refuse_if_any(resuming.config_problems(found, **now) + resuming.input_problems(found, fingerprints, now["now"]))
-        if frequencies.depend_on_length(spec.config):
-            refuse_if_any(resuming.length_problems(found, cfg.data.max_length))
+        differ = partial(frequencies.differ, spec.config)
+        refuse_if_any(resuming.length_problems(found, cfg.data.max_length, differ))
         return resumption
 
     @property
