@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from finetune.config import foreign_keys
 from finetune.errors import InputError
 from finetune.start_up import is_first_process
+from finetune.yaml_text import as_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -68,7 +69,7 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
 
 def to_yaml(config: BaseModel) -> str:
     """The resolved configuration as YAML that can be passed back with ``--config``."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return as_yaml(config.model_dump())
 
 
 OF_RECIPES = {"dpo": "recipes/dpo.py", "pretrain": "recipes/pretrain.py"}

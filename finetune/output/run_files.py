@@ -25,6 +25,7 @@ from finetune.config.sections import Recipe
 from finetune.errors import RunStopped
 from finetune.models import adapter, loading, weights
 from finetune.output.run_reading import line_of, read_metrics, read_run
+from finetune.yaml_text import as_yaml
 
 PACKAGES = (
     "torch",
@@ -101,7 +102,7 @@ def steps_of(result: dict[str, Any]) -> int:
 
 def write_run(folder: Path, run: dict[str, Any]) -> None:
     """Write run.yaml: the old one or the new one is there at any instant, never half of one."""
-    _replace_text(folder / "run.yaml", yaml.safe_dump(run, sort_keys=False, allow_unicode=True))
+    _replace_text(folder / "run.yaml", as_yaml(run))
 
 
 def _replace_text(path: Path, text: str) -> None:

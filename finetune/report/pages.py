@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from finetune.errors import first_line
 from finetune.output.output_folder import PICTURE, REPORT
@@ -17,6 +16,7 @@ from finetune.report.drawn import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, descr
 from finetune.report.memory_bars import memory_bars
 from finetune.report.run_read import RunRead, read_runs
 from finetune.report.tables import Table
+from finetune.yaml_text import as_yaml
 
 
 def of_finished_run(folder: Path) -> str:
@@ -123,4 +123,4 @@ def _histogram(run: RunRead) -> tuple[list[tuple[str, float]], str]:
 
 def _as_yaml(run: RunRead) -> str:
     shown = {key: run.record[key] for key in run.record if key not in ("answers", "data_figures", "chat_template")}
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return as_yaml(shown)
