@@ -15,8 +15,9 @@ from finetune.errors import InputError, first_line
 Kind = Literal["model", "dataset"]
 WAITS = "HF_HUB_ETAG_TIMEOUT"
 """The variable in which huggingface_hub is told how many seconds to wait for an answer."""
-SECONDS = float(text) if (text := os.environ.get(WAITS, "")).isdecimal() else 3.0
-"""To wait for an answer, looking up the hub's name included: a command without access then ends within five."""
+SECONDS = float(text) if (text := os.environ.get(WAITS, "")).isdecimal() and int(text) else 3.0
+"""To wait for an answer, looking up the hub's name included: a command without access then ends within five. As in
+huggingface_hub, 0 is as if it were not set."""
 _ID = re.compile(r"(?:(?P<owner>\w[\w.-]*)/)?\w[\w.-]*")
 
 

@@ -394,3 +394,12 @@ def test_a_hub_that_never_answers_is_waited_for_once_before_anything_else_takes_
             )
             assert ended == REFUSED
     assert len(SILENTLY_ASKED) - asked_before == len(SILENT)
+
+
+@pytest.mark.parametrize(("waits", "seconds"), [("0", "3.0"), ("00", "3.0"), ("30", "30.0"), ("", "3.0")])
+def test_the_hub_is_waited_for_where_the_variable_says_zero(waits: str, seconds: str):
+    """As huggingface_hub does, for which 0 is as if it were not set: otherwise no hub could answer in time."""
+    code = "from finetune.hub_access import SECONDS; print(SECONDS)"
+    environment = os.environ | {"HF_HUB_ETAG_TIMEOUT": waits}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout == seconds + "\n"
