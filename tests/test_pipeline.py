@@ -15,6 +15,7 @@ import yaml
 from alike import assert_alike, assert_alike_in_16_bits, assert_answers_alike, assert_pretrains_alike
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from finetune.config.compatibility import stage_problems
@@ -71,6 +72,11 @@ def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
     with torch.device("meta"):
         two_towers = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=64, d_ff=64, num_heads=2))
     assert pipeline_stages.units_of(two_towers) == []
+    small = {"hidden_size": 64, "vocab_size": 512, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    for of_each, shared, units in ((8, 0, 0), (0, 2, 0), (0, 0, 4)):
+        more = {"num_hidden_layers": 4, "hidden_size_per_layer_input": of_each, "num_kv_shared_layers": shared}
+        config = AutoConfig.for_model("gemma4_text", **small, **more)
+        assert len(pipeline_stages.units_of(without_weights(config, False))) == units
     (sentence,) = stage_problems("pp", "T5", 0, 2)
     assert "which T5 is not; use the strategy file fsdp2" in sentence
 

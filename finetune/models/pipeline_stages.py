@@ -10,6 +10,8 @@ from finetune.models.stage_cuts import cuts
 
 OTHERWISE = {"codegen", "falcon", "gemma3n_text", "gptj", "mpt"}
 """Types of models whose layers do not hand on one hidden state for a position: they return tuples, or several."""
+BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""In a configuration, not 0 where layers take more than that: an embedding each, or keys of an earlier layer."""
 
 
 def units_of(model: Any) -> list[list[torch.nn.Module]]:
@@ -19,7 +21,8 @@ def units_of(model: Any) -> list[list[torch.nn.Module]]:
     beside its layers, or not one list of them, or hands on more than hidden states.
     """
     base, layers = model.base_model, layers_of(model)
-    if model.config.get_text_config().model_type in OTHERWISE:
+    config = model.config.get_text_config()
+    if config.model_type in OTHERWISE or any(getattr(config, name, None) for name in BESIDE):
         return []
     children = list(base.children())
     lists = [each for each in children if isinstance(each, torch.nn.ModuleList) and list(each) == layers]
