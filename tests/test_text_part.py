@@ -193,25 +193,72 @@ def test_an_adapter_that_learnt_of_images_is_refused_and_can_be_merged(folder: P
     [
         ("multi_modal_projector", "model.multi_modal_projector"),
         ("mm_soft_emb_norm", "model.multi_modal_projector.mm_soft_emb_norm"),
-        ("mlp", "model.vision_tower.encoder.layers.0.mlp"),  # and of the text
-        ("norm", "model.vision_tower.post_layernorm"),  # PEFT compares the ends of names
-        ("embed_tokens", None),
-        ("input_layernorm", None),
+        ("post_layernorm", "model.vision_tower.post_layernorm"),
+        ("mlp", 9),  # three layers of three matrices
+        ("norm", 19),  # PEFT compares the ends of names: of a layer six
+        ("embed_tokens", 1),
+        ("input_layernorm", 3),
     ],
 )
-def test_modules_trained_whole_are_those_of_the_text(saved: str, named: str | None, folder: Path):
+def test_modules_trained_whole_are_those_of_the_text(saved: str, named: str | int, folder: Path):
     section = sections.Adapter(type="lora", targets=["q_proj"], modules_to_save=[saved])
     model = skeleton(folder)
     found = adapter.problems(model, targets=["q_proj"], modules_to_save=[saved], quantised=False)
-    if named:
+    if isinstance(named, str):
         (said,) = found
         assert said.startswith(f"adapter.modules_to_save: {saved} matches {named}, which rows of text do not reach")
         return
     assert found == []
     adapted = adapter.on_a_copy(model, section)
     whole = [name for name, each in adapted.named_parameters() if each.requires_grad and ".lora_" not in name]
-    assert whole
+    assert len(whole) == named
     assert all(saved in name and name.startswith("model.language_model.") for name in whole)
+
+
+def logits_of(base: Path, adapted: Path | None = None) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of missing and of unknown weights
+        model = PeftModel.from_pretrained(model, str(adapted)) if adapted else model
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(5, 25)[None]).logits
+    return found
+
+
+def test_norms_of_the_text_alone_are_trained_whole_and_the_adapter_is_read_merged_and_trained_on(
+    folder: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    asked = LORA | {"adapter__targets": ["q_proj"], "adapter__modules_to_save": ["norm"]}
+    changes = {"model__random_weights": False, "train__learning_rate": 1e-2, **asked}
+    sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", **changes))
+    result, again = tmp_path / "run" / "final", tmp_path / "again" / "final"
+    saved, before = load_file(result / adapter.WEIGHTS), load_file(folder / "model.safetensors")
+    norms = [name for name in saved if ".lora_" not in name]
+    assert len(norms) == 19
+    assert all(".language_model." in name for name in saved)
+    assert sum(bool(saved[name].any()) for name in norms) == 19  # Gemma's begin with 0
+    assert (logits_of(folder, result) - logits_of(folder)).abs().max() > 1e-2
+    merge = ["merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged"), "--dtype", "fp32"]
+    assert main(merge) == 0
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), logits_of(folder, result), rtol=0, atol=1e-4)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    beside = [name for name in before if "vision_tower" in name or "multi_modal" in name]
+    assert len(beside) > 30
+    assert all(torch.equal(merged[name], before[name]) for name in beside)
+    on = {"adapter__from": str(tmp_path / "run"), "model__random_weights": False, "train__steps": 1}
+    sft.main(scenarios.configuration(folder, conversations, again.parent, **on, train__learning_rate=1e-12))
+    torch.testing.assert_close(logits_of(folder, again), logits_of(folder, result), rtol=0, atol=1e-5)
+    assert load_file(again / adapter.WEIGHTS).keys() == saved.keys()
+
+
+def test_an_adapter_of_peft_with_whole_modules_of_images_is_not_continued(folder: Path, tmp_path: Path):
+    how: dict[str, Any] = {"target_modules": "all-linear", "modules_to_save": ["norm"]}
+    theirs = saved_by_peft(folder, tmp_path / "theirs", learnt="nothing", **how)
+    section = sections.Adapter.model_validate({"from": str(theirs)})
+    (said,) = continued_adapter.problems(skeleton(folder), section)
+    assert "has learnt something in model.multi_modal_projector.mm_soft_emb_norm.weight and " in said
+    assert "merge the adapter into its base" in said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])

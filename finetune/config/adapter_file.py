@@ -90,8 +90,8 @@ def _saved_in(file: Path) -> dict[str, Any]:
         raise InputError(f"adapter.from: {file} uses {what}, which a run cannot continue; merge the adapter instead.")
     defaults = {"rank_stabilized": False, "rank_pattern": {}, "alpha_pattern": {}}
     read = {key: config.get(name) or defaults.get(key) for key, name in KEYS.items()}
-    # PEFT writes the paths of tied modules
-    read["modules_to_save"] = [name.split(".")[-1] for name in config.get("modules_to_save") or []]
+    # PEFT writes the paths of tied modules, and a run those of modules whose names others have beside the text
+    read["modules_to_save"] = list(dict.fromkeys(name.split(".")[-1] for name in config.get("modules_to_save") or []))
     return {
         "type": "dora" if config.get("use_dora") else "lora",
         "targets": sorted({name.split(".")[-1] for name in config["target_modules"]}),

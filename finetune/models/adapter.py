@@ -35,7 +35,7 @@ TOKEN_ROWS = ".trainable_tokens_delta."
 
 
 def problems(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     *,
     targets: str | list[str],
     modules_to_save: list[str],
@@ -52,7 +52,7 @@ def problems(
     layers = _linear_layers(model)
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
     found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every, patterns=patterns)
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     inside = [name.split(".") for name, layer in layers.items() if layer is not head]
     if packed := [m for m in modules_to_save if quantised and any(m in parts for parts in inside)]:
         found.append(
@@ -62,21 +62,21 @@ def problems(
     return found + _unreached_problems(model, modules_to_save)
 
 
-def _unreached_problems(model: torch.nn.Module, modules_to_save: Sequence[str]) -> list[str]:
-    """Modules that would be trained in full, but get no gradient from rows of text.
-
-    One is enough: ``ddp`` would wait for its gradient, and the saved adapter would hold a copy of it.
-    """
+def _unreached_problems(model: PreTrainedModel, modules_to_save: Sequence[str]) -> list[str]:
+    """Modules that would be trained in full, but get no gradient from rows of text."""
     parts = text_part.unreached(model)
-    beside = [name for name, _ in model.named_modules() if text_part.is_within(name, parts)]
-    # as PEFT finds them, which compares the ends of names
-    first = {saved: next((name for name in beside if name.endswith(saved)), None) for saved in modules_to_save}
+    found = {saved: _ending_with(model, saved) for saved in modules_to_save}
     return [
-        f"adapter.modules_to_save: {saved} matches {name}, which rows of text do not reach, so that it would learn "
-        "nothing; remove it, or name modules of the text alone."
-        for saved, name in first.items()
-        if name is not None
+        f"adapter.modules_to_save: {saved} matches {names[0]}, which rows of text do not reach, so that it would learn "
+        "nothing; remove it, or name modules of the text."
+        for saved, names in found.items()
+        if names and all(text_part.is_within(name, parts) for name in names)
     ]
+
+
+def _ending_with(model: PreTrainedModel, saved: str) -> list[str]:
+    """Whole names of modules that one name in adapter.modules_to_save stands for to PEFT."""
+    return [name for name, _ in model.named_modules() if name.endswith(saved)]
 
 
 def unreached_target_problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
@@ -155,7 +155,7 @@ def attach(
         use_dora=section.type == "dora",
         lora_dropout=section.dropout,
         target_modules=targets,
-        modules_to_save=list(section.modules_to_save) or None,  # PEFT adds to it
+        modules_to_save=_saved_modules(model, section.modules_to_save) or None,  # PEFT adds to it
         ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
         trainable_token_indices={name: list(token_rows) for name in with_rows} or None,
         base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
@@ -194,6 +194,19 @@ def _targets(model: PreTrainedModel, targets: str | list[str]) -> str | list[str
     if targets == "all-linear":
         return [name for name, each in reached.items() if each is not head]
     return [name for name in reached if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _saved_modules(model: PreTrainedModel, modules_to_save: Sequence[str]) -> list[str]:
+    """Names for PEFT: whole ones of the text where modules that rows of text do not reach end with the same.
+
+    ``ddp`` would wait for the gradients of those, and the saved adapter would hold a copy of them.
+    """
+    parts, named = text_part.unreached(model), list[str]()
+    for saved in modules_to_save:
+        every = _ending_with(model, saved)
+        text = [name for name in every if not text_part.is_within(name, parts)]
+        named += [saved] if text == every else text
+    return list(dict.fromkeys(named))
 
 
 def _of_targets(pattern: Mapping[str, Any], targets: str | list[str]) -> dict[str, Any]:

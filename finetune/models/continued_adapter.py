@@ -71,7 +71,8 @@ def _beside_the_text(opened: safe_open, model: PreTrainedModel) -> tuple[set[str
     gradient that reaches them reaches B.
 
     Returns:
-        Names of all tensors of those that have learnt nothing; names, in the model, of those that have.
+        Names of all tensors of those that have learnt nothing; names, in the model, of those that have, and of weights
+        that were trained whole.
     """
     parts, saved, b = text_part.unreached(model), sorted(opened.keys()), ".lora_B.weight"
     beside = [name for name in saved if text_part.is_within(name.removeprefix(PREFIX), parts)]
@@ -79,6 +80,7 @@ def _beside_the_text(opened: safe_open, model: PreTrainedModel) -> tuple[set[str
     learnt = [layer for layer in layers if opened.get_tensor(layer + b).any()]
     ends = (".lora_A.weight", b, ".lora_magnitude_vector")
     idle = {layer + end for layer in layers if layer not in learnt for end in ends}
+    learnt += [name for name in beside if not name.endswith(ends)]
     return idle & {*saved}, [layer.removeprefix(PREFIX) for layer in learnt]
 
 
