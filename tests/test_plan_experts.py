@@ -60,6 +60,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield Model(MIXTURE, tracer)
 
 
+def test_routers_that_choose_by_a_buffer_are_traced(tmp_path: Path):
+    experts = {"n_routed_experts": EXPERTS, "moe_intermediate_size": INNER, "n_shared_experts": 1}
+    described = MIXTURE | experts | {"model_type": "glm4_moe", "first_k_dense_replace": 1, "head_dim": 16}
+    with Tracer(described, row_tokens=TOKENS, folder=tmp_path) as tracer:
+        assert tracer.step(SHARED).layers == LAYERS
+
+
 def sent(model: Model, setting: Setting) -> dict[str, float]:
     """Bytes in a step, by what they are."""
     found = model.time(setting, MACHINES, mean_document_tokens=TOKENS).transfers
