@@ -146,7 +146,8 @@ def _base(config: dict[str, Any], run: dict[str, Any], base_model: str | None) -
     if config["adapter"]["type"] == "none" and not _is_as_it_was(named, run["data"]["base"]):
         raise InputError(
             f"The model {path} is not the one that the run began with, by its fingerprint, and its config.json becomes "
-            f"that of the exported model; restore it, or take it all the same with --base-model {path}."
+            f"that of the exported model; restore it. If the run trained all of its weights, --base-model {path} takes "
+            "it all the same."
         )
     return named
 

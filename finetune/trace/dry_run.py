@@ -142,7 +142,8 @@ def _start(setting: Setting) -> tuple[Any, distributed.Strategy]:
     strategy = with_one_part(strategy) if setting.shards_parts else strategy
     accelerator = building.start(setting, strategy)
     accelerator.device_placement = False  # everything is where it belongs
-    accelerator.state.device = torch.device("cpu")  # fake tensors there and on "cpu:0" do not go together
+    # fake tensors on "cpu" and on "cpu:0" do not go together
+    accelerator.state.device = torch.device("cpu")  # type: ignore[attr-defined]  # taken from PartialState
     return accelerator, strategy
 
 
