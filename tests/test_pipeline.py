@@ -1,6 +1,7 @@
 """A pipeline trains as one process does, each stage with its own layers alone; what it cannot do is refused."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from alike import assert_alike, assert_alike_in_16_bits, assert_answers_alike, assert_pretrains_alike
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import FP32_TOLERANCE, assert_parity
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -82,7 +84,32 @@ def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
 
 
 WIDE: dict[str, dict[str, Any]] = {
+    "bamba": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+    },
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "deepseek_v4": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "q_lora_rank": 32,
+        "o_lora_rank": 16,
+        "o_groups": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["moe"] * 2,
+        "layer_types": ["sliding_attention"] * 2,
+    },
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     "gemma3n_text": {
         "hidden_size": 32,
@@ -110,7 +137,7 @@ def test_models_whose_layers_hand_on_more_than_hidden_states_have_no_stages(fami
     model = AutoModelForCausalLM.from_config(config)
     found: list[Any] = []
     layers_of(model)[0].register_forward_hook(lambda *known: found.append(known[-1]))
-    model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
     passes = isinstance(found[0], torch.Tensor) and found[0].shape == (1, 3, 32)
     assert (passes, len(pipeline_stages.units_of(model))) == ((True, 2) if family == "llama" else (False, 0))
 
@@ -186,6 +213,25 @@ def test_micro_batches_of_a_step_are_as_long_as_its_longest(
         assert [len(step) for step in found] == [2, 4, 4, 4, 4]  # the memory check, and the steps
         assert all(len(set(step)) == 1 for step in found)
         assert len({step[0] for step in found[1:]}) > 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"train__pipeline_parts": 2}], ids=["", "parts"])
+def test_what_has_no_weights_and_follows_the_layers_computes_once(
+    changes: dict[str, Any], ranks: Any, conversations: Path, tmp_path: Path
+):
+    """OLMo's last norm, which no stage has."""
+    folder = tmp_path / "olmo"
+    tiny.build_tokenizer().save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    described = {"model_type": "olmo", "vocab_size": 512, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(described | sizes))
+    metrics = []
+    for strategy, processes, more in (("single", 1, {}), ("pp", 2, changes)):
+        config = scenarios.configuration(folder, conversations, tmp_path / strategy, train__steps=3, **more)
+        for seen in ranks(processes).run(scenarios.train, config, strategy=strategy):
+            assert seen["world_size"] == processes
+        metrics.append(scenarios.read_metrics(tmp_path / strategy))
+    assert_parity(metrics[1], metrics[0], FP32_TOLERANCE)
 
 
 def test_a_model_that_takes_its_embeddings_twice_does_not_train(

@@ -122,13 +122,19 @@ class Pipeline:
                     _free(part, kept)
         if not self.is_first:
             embedding.forward = nothing
-        whole, base = model.forward, model.base_model
+        whole, base, last = model.forward, model.base_model, layers_of(model)[-1]
 
         def forward(**inputs: Any) -> Any:
             self._shape = *inputs["input_ids"].shape, model.config.get_text_config().hidden_size
             if self._has_scores:
                 return self._last_scores(model, whole(**inputs)) if self._answers else whole(**inputs)
-            hidden = base(**{key: value for key, value in inputs.items() if key not in OF_HEAD}).last_hidden_state
+            left = list[torch.Tensor]()  # the layers: what has no weights runs after them in every stage
+            hook = last.register_forward_hook(lambda _, __, found: left.append(found))
+            try:
+                base(**{key: value for key, value in inputs.items() if key not in OF_HEAD})
+            finally:
+                hook.remove()
+            (hidden,) = left
             return self._last_scores(model, None, rows=len(hidden)) if self._answers else self._checked(hidden)
 
         forward.__signature__ = inspect.signature(whole)  # type: ignore[attr-defined]  # generate looks for names in it

@@ -8,7 +8,7 @@ from finetune.models.flops import products_of
 from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
 
-OTHERWISE = {"codegen", "falcon", "gemma3n_text", "gptj", "mpt"}
+OTHERWISE = {"bamba", "codegen", "deepseek_v4", "falcon", "gemma3n_text", "gptj", "mpt"}
 """Types of models whose layers do not hand on one hidden state for a position: they return tuples, or several."""
 BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 """In a configuration, not 0 where layers take more than that: an embedding each, or keys of an earlier layer."""
