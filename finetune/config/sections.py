@@ -91,8 +91,8 @@ class Adapter(Section):
     dropout: LessThanOne = 0.0
     """Dropout on the adapter's input. Values above 0 need more memory: each layer keeps its own copy of its input."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers that get an adapter: all except the output head, or a list of names, for example [q_proj,
-    v_proj]."""
+    """Linear layers that get an adapter: all except the output head and, in Mamba blocks, all but in_proj; or a list of
+    names, for example [q_proj, v_proj]."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Other ranks for some of the targets, by their names, for example {down_proj: 32}."""
     alpha_pattern: dict[str, PositiveFloat] = {}

@@ -264,6 +264,19 @@ def _limit_gathered(accelerator: Accelerator, model: torch.nn.Module) -> None:
         zero.setdefault(name, 2 * largest)
 
 
+def _gather_adapted_experts_at_once(model: torch.nn.Module) -> None:
+    """Have ZeRO-3 take the experts of a layer and their adapters as one module.
+
+    PEFT hides the experts' weights while they compute, from modules that DeepSpeed would gather one after another.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if any(isinstance(each, ParamWrapper) for each in model.modules()):
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, [ParamWrapper])
+
+
 def prepare(
     accelerator: Accelerator,
     strategy: Strategy,
@@ -307,6 +320,8 @@ def prepare(
     if strategy.gathers_in_order:
         _limit_gathered(accelerator, model)
         keep_partitioned(model)
+        if "peft" in sys.modules:
+            _gather_adapted_experts_at_once(model)
     if pipeline:
         pipeline.begin(model)
     if strategy.is_fsdp:

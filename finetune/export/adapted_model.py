@@ -205,7 +205,7 @@ def _tie_if_equal(model: Any) -> None:
     """A tied embedding and output head stay tied if they are equal; otherwise both are saved."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     text_config = model.config.get_text_config()
-    if not text_config.tie_word_embeddings or head.weight is embedding.weight:
+    if not getattr(text_config, "tie_word_embeddings", False) or head.weight is embedding.weight:
         return
     if torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight

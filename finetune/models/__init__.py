@@ -8,10 +8,11 @@ positions), ``frequencies`` (of these turns, the same in a whole run), ``lora_fo
 (products in 8 bits), ``new_tokens`` (that a chat template adds), ``token_rows`` (trained, of a frozen embedding),
 ``deferred_gradients`` (of weights, in a pipeline), ``weight_files`` (headers, without PyTorch), ``model_config`` (a
 config.json, without PyTorch), ``weights`` (whether they are the model's), ``quantization``, ``adapter``,
-``adapter_start`` (what its matrices begin with), ``continued_adapter``, ``attention``, ``context_attention`` (rows that
-several processes compute together), ``document_attention`` (without a GPU) and ``packing_support`` (documents that lie
-end to end), ``pipeline_stages`` (which modules each has), ``stage_cuts`` (where layers are cut into them, without
-PyTorch), ``pipeline_order`` (in which stages compute, without PyTorch), ``tensor_plan`` (how layers are split over
-processes), ``tensor_layers`` (what these exchange), ``routers`` (of mixtures of experts), ``expert_layers`` (experts
-that processes share), ``exchange`` (what they send one another), ``flops``.
+``adapter_layers`` (which get one), ``adapter_start`` (what its matrices begin with), ``continued_adapter``,
+``attention``, ``context_attention`` (rows that several processes compute together), ``document_attention`` (without a
+GPU) and ``packing_support`` (documents that lie end to end), ``pipeline_stages`` (which modules each has),
+``stage_cuts`` (where layers are cut into them, without PyTorch), ``pipeline_order`` (in which stages compute, without
+PyTorch), ``tensor_plan`` (how layers are split over processes), ``tensor_layers`` (what these exchange), ``routers``
+(of mixtures of experts), ``expert_layers`` (experts that processes share), ``exchange`` (what they send one another),
+``flops``.
 """

@@ -16,13 +16,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from finetune.compat.peft_private import import_peft, only_what_is_quantised, rows_of_whole_weights
 from finetune.config import sections
 from finetune.config.refusals import adapter_name_problems
 from finetune.errors import InputError, RunStopped, first_line
 from finetune.models import new_tokens, text_part
+from finetune.models.adapter_layers import ending_with, linear_layers, saved_modules, target_names
 from finetune.models.adapter_start import in_terms_of_base, twice_the_rank
 from finetune.models.token_rows import compute_apart
 
@@ -49,7 +49,7 @@ def problems(
         quantised: whether the linear layers will be, except the output head.
         patterns: names in adapter.rank_pattern and adapter.alpha_pattern, by these keys.
     """
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     linear, every = _last_names(layers), _last_names(name for name, _ in model.named_modules() if name)
     found = adapter_name_problems(targets, modules_to_save, linear=linear, modules=every, patterns=patterns)
     head = model.get_output_embeddings()
@@ -65,7 +65,7 @@ def problems(
 def _unreached_problems(model: PreTrainedModel, modules_to_save: Sequence[str]) -> list[str]:
     """Modules that would be trained in full, but get no gradient from rows of text."""
     parts = text_part.unreached(model)
-    found = {saved: _ending_with(model, saved) for saved in modules_to_save}
+    found = {saved: ending_with(model, saved) for saved in modules_to_save}
     return [
         f"adapter.modules_to_save: {saved} matches {names[0]}, which rows of text do not reach, so that it would learn "
         "nothing; remove it, or name modules of the text."
@@ -74,17 +74,12 @@ def _unreached_problems(model: PreTrainedModel, modules_to_save: Sequence[str]) 
     ]
 
 
-def _ending_with(model: PreTrainedModel, saved: str) -> list[str]:
-    """Whole names of modules that one name in adapter.modules_to_save stands for to PEFT."""
-    return [name for name, _ in model.named_modules() if name.endswith(saved)]
-
-
 def unreached_target_problems(model: PreTrainedModel, section: sections.Adapter) -> list[str]:
     """Names of a new adapter's section that are found only among layers that rows of text do not reach.
 
     They would be dropped. A continued adapter may have them, where it has learnt nothing.
     """
-    parts, layers = text_part.unreached(model), _linear_layers(model)
+    parts, layers = text_part.unreached(model), linear_layers(model)
     text = _last_names(name for name in layers if not text_part.is_within(name, parts))
     lost = _last_names(layers) - text
     named = {
@@ -98,10 +93,6 @@ def unreached_target_problems(model: PreTrainedModel, section: sections.Adapter)
         for key, names in named.items()
         if not section.from_ and (without := sorted(lost.intersection(names)))
     ]
-
-
-def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear | Conv1D)}
 
 
 def _last_names(names: Iterable[str]) -> set[str]:
@@ -145,7 +136,7 @@ def attach(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     with_rows = new_tokens.names_of(model, section.modules_to_save) if token_rows else []
-    targets = _targets(model, section.targets)
+    targets = target_names(model, section.targets)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT divides it, and takes any number
@@ -155,7 +146,7 @@ def attach(
         use_dora=section.type == "dora",
         lora_dropout=section.dropout,
         target_modules=targets,
-        modules_to_save=_saved_modules(model, section.modules_to_save) or None,  # PEFT adds to it
+        modules_to_save=saved_modules(model, section.modules_to_save) or None,  # PEFT adds to it
         ensure_weight_tying=trains_tied_weights(model, section.modules_to_save),
         trainable_token_indices={name: list(token_rows) for name in with_rows} or None,
         base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
@@ -184,31 +175,6 @@ def attach(
             parameter.data = parameter.data.to(dtype)
 
 
-def _targets(model: PreTrainedModel, targets: str | list[str]) -> str | list[str]:
-    """Names for PEFT: whole ones where the model has parts that rows of text do not reach, which get no adapter."""
-    parts = text_part.unreached(model)
-    if not parts:
-        return targets if isinstance(targets, str) else list(targets)
-    head = model.get_output_embeddings()
-    reached = {name: each for name, each in _linear_layers(model).items() if not text_part.is_within(name, parts)}
-    if targets == "all-linear":
-        return [name for name, each in reached.items() if each is not head]
-    return [name for name in reached if any(f".{name}".endswith(f".{target}") for target in targets)]
-
-
-def _saved_modules(model: PreTrainedModel, modules_to_save: Sequence[str]) -> list[str]:
-    """Names for PEFT: whole ones of the text where modules that rows of text do not reach end with the same.
-
-    ``ddp`` would wait for the gradients of those, and the saved adapter would hold a copy of them.
-    """
-    parts, named = text_part.unreached(model), list[str]()
-    for saved in modules_to_save:
-        every = _ending_with(model, saved)
-        text = [name for name in every if not text_part.is_within(name, parts)]
-        named += [saved] if text == every else text
-    return list(dict.fromkeys(named))
-
-
 def _of_targets(pattern: Mapping[str, Any], targets: str | list[str]) -> dict[str, Any]:
     """A pattern without the names of layers that get no adapter, which a continued one may have beside the text."""
     every = isinstance(targets, str)
@@ -232,7 +198,7 @@ def _tied_names(model: PreTrainedModel) -> set[str]:
     """Last names of embedding and output head, if they share a weight."""
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     names = _last_names(name for name, module in model.named_modules() if any(module is m for m in both))
-    return names if model.config.get_text_config().tie_word_embeddings else set()
+    return names if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else set()
 
 
 def save(

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.config import sections
 from finetune.models import weight_files
+from finetune.models.adapter_layers import linear_layers
 
 OVERSAMPLING = 8
 ROUNDS = 6
@@ -91,7 +92,7 @@ def layer_problems(adapted: torch.nn.Module, section: sections.Adapter) -> list[
 def _started(model: PreTrainedModel, section: sections.Adapter) -> dict[str, Any]:
     """The layers that get a start: all targets, but for the output head with loftq, since it is not quantised."""
     head = model.get_output_embeddings()
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    linear = linear_layers(model)
     if section.targets == "all-linear" or section.init == "loftq":
         linear = {name: layer for name, layer in linear.items() if layer is not head}
     return {n: m for n, m in linear.items() if section.targets == "all-linear" or _last(n) in section.targets}

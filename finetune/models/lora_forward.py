@@ -170,15 +170,16 @@ class _Adapted(torch.autograd.Function):
     ) -> torch.Tensor:
         x_TI, scales_O1 = x.flatten(0, -2), None
         if rounded is not None:
-            out_TO, scales_O1 = fp8.product(rounded, base.weight, base.bias)
+            out, scales_O1 = fp8.product(rounded, base.weight, base.bias)
+            out = out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
         else:
-            out_TO = base(x).view(x_TI.shape[0], -1)
+            out = base(x)  # returned as it is, for autograd forbids models to change a view of it
         small_TR = (x_TI @ a_RI.t()).mul_(scaling)
-        out_TO.addmm_(small_TR, b_OR.t())
+        out.view(x_TI.shape[0], -1).addmm_(small_TR, b_OR.t())
         ctx.save_for_backward(x, a_RI, b_OR, small_TR, base.weight, scales_O1)
         ctx.quantised = base.weight.quant_state if _is_4_bit(base) else None
         ctx.scaling, ctx.gradient = scaling, gradient
-        return out_TO.view(*x.shape[:-1], -1)
+        return out
 
     @staticmethod
     def backward(ctx: Any, of_out: torch.Tensor) -> Any:

@@ -182,7 +182,7 @@ def names_of(model: PreTrainedModel, modules_to_save: Sequence[str]) -> list[str
     """
     names = {module: name for name, module in model.named_modules() if module in own(model)}
     whole = [name for name in names.values() if name.rpartition(".")[2] in modules_to_save]
-    if model.config.get_text_config().tie_word_embeddings:
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return [] if whole else [names[model.get_input_embeddings()]]
     return [name for name in names.values() if name not in whole]
 
