@@ -8,7 +8,7 @@ import pytest
 import scenarios
 import tiny
 import torch
-from parity import FP32_TOLERANCE, assert_parity
+from parity import BF16_TOLERANCE, FP32_TOLERANCE, assert_parity
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,6 +60,53 @@ def test_results_have_what_stays_as_it_was(trained: Path, base: Path, tmp_path: 
     assert_has_the_bias(trained / "final", base)
     export(trained, tmp_path / "exported")
     assert_has_the_bias(tmp_path / "exported", base)
+
+
+@pytest.fixture(scope="module")
+def ernie(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose routers are in fp32 beside bf16: a matrix that is trained, and a bias that is not."""
+    folder = tiny.build_model_folder(tmp_path_factory.mktemp("ernie") / "base")
+    sizes = SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 1}
+    torch.manual_seed(0)
+    described = AutoConfig.for_model("ernie4_5_moe", **sizes, dtype="bfloat16")
+    AutoModelForCausalLM.from_config(described).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    biases = {name: torch.full_like(each, 0.1) for name, each in stored.items() if name.endswith("_bias")}
+    save_file(stored | biases, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero2", "zero3", "pp"])
+def test_what_a_model_keeps_in_fp32_beside_bf16_is_not_rounded_in_results(
+    strategy: str, ranks: Any, ernie: Path, conversations: Path, tmp_path: Path
+):
+    stored = load_file(ernie / "model.safetensors")
+    config = scenarios.configuration(ernie, conversations, tmp_path / "run", train__steps=2, checkpoint__every=2)
+    processes = 1 if strategy == "single" else 2
+    for seen in ranks(processes).run(scenarios.train, config, strategy=strategy):
+        assert seen["world_size"] == processes
+    export(tmp_path / "run", tmp_path / "exported")
+    for folder in (tmp_path / "run" / "final", tmp_path / "exported"):
+        result = load_file(folder / "model.safetensors")
+        assert {name: each.dtype for name, each in result.items()} == {n: each.dtype for n, each in stored.items()}
+        frozen = [name for name in result if name.endswith("_bias")]
+        assert frozen
+        assert all(torch.equal(result[name], stored[name]) for name in frozen)
+        routers = [each for name, each in result.items() if name.endswith("gate.weight")]
+        assert routers
+        assert not any(torch.equal(each, each.bfloat16().float()) for each in routers)
+
+
+def test_weights_in_bf16_are_the_same_under_fsdp2_which_takes_trained_ones_of_one_dtype(
+    ranks: Any, ernie: Path, conversations: Path, tmp_path: Path
+):
+    for processes, strategy in ((1, "single"), (2, "fsdp2")):
+        output = tmp_path / strategy
+        config = scenarios.configuration(ernie, conversations, output, train__steps=2, train__weights="bf16")
+        for seen in ranks(processes).run(scenarios.train, config, strategy=strategy, mixed_precision="bf16"):
+            assert seen["world_size"] == processes
+    metrics = [scenarios.read_metrics(tmp_path / strategy) for strategy in ("fsdp2", "single")]
+    assert_parity(*metrics, BF16_TOLERANCE)
 
 
 @pytest.fixture(scope="module")

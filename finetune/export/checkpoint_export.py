@@ -7,7 +7,7 @@ pissa or olora, whose start is computed again, since the result is in terms of t
 """
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -72,10 +72,11 @@ def export(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     refuse_if_any(weight_problems(checkpoint, shapes))
     dtype = models.stored_dtype(model.config)
+    dtypes = {name: each.dtype for name, each in model.named_parameters()}  # fp32 where the model asks
     averaged = bool(config["train"].get("ema_decay"))  # older runs have no such key
-    state = {} if adapter_alone else _untrained(model, shapes, config, run, trust_remote_code)
+    state = {} if adapter_alone else _untrained(model, shapes, dtypes, config, run, trust_remote_code)
     for name, value in _trained(checkpoint, shapes, averaged=averaged):
-        state[name] = value if adapter_alone else value.to(dtype)
+        state[name] = value if adapter_alone else value.to(dtypes[name])
     computed = config["adapter"].get("init") in ("pissa", "olora")
     beginning = _beginning(checkpoint, config, trust_remote_code) if computed else {}
     parameters = sum(value.numel() for value in state.values())  # now: transformers empties the state as it saves
@@ -204,6 +205,7 @@ def _trained(checkpoint: Checkpoint, names: Iterable[str], *, averaged: bool) ->
 def _untrained(
     model: models.PreTrainedModel,
     trained: Collection[str],
+    dtypes: Mapping[str, torch.dtype],
     config: dict[str, Any],
     run: dict[str, Any],
     trust_remote_code: bool,
@@ -215,6 +217,7 @@ def _untrained(
     Args:
         model: without memory.
         trained: names of its trained weights.
+        dtypes: in which its weights are saved.
 
     Raises:
         InputError: if the base is another one by now.
@@ -228,8 +231,7 @@ def _untrained(
             "with --base-model."
         )
     base = _load_base(config, run, trust_remote_code)
-    dtype = models.stored_dtype(model.config)
-    frozen = {name: each.detach().to(dtype) for name, each in base.named_parameters() if name not in trained}
+    frozen = {name: each.detach().to(dtypes[name]) for name, each in base.named_parameters() if name not in trained}
     return frozen | weights.saved_buffers(base)
 
 

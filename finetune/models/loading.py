@@ -195,7 +195,7 @@ def _sampled(file: Path) -> str:
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype of the weights by the configuration, in which the result is saved too."""
+    """The dtype of the weights by the configuration."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 

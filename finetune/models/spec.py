@@ -85,6 +85,11 @@ class ModelSpec:
         """Of the published weights."""
         return loading.stored_dtype(self.config)
 
+    @property
+    def saved_dtypes(self) -> dict[str, torch.dtype]:
+        """By name, in which each weight is saved: in that of the published weights, or in fp32 where the model asks."""
+        return {name: each.dtype for name, each in self.skeleton.named_parameters()}
+
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens at which generation stops, by generation_config.json and config.json."""

@@ -17,7 +17,7 @@ def unreached(model: Any) -> list[str]:
     return sorted({prefix + name.partition(".")[0] for name in _beside_text(model)})
 
 
-def train_alone(model: Any, skeleton: Any) -> None:
+def train_alone(model: Any, skeleton: Any, dtype: torch.dtype | None = None) -> None:
     """Freeze what rows of text do not reach and what a model freezes itself, before optimizer and strategy see it.
 
     It would get no gradient: DDP waits for one of every trained weight, and ZeRO steps with zeros, so that weight decay
@@ -26,6 +26,8 @@ def train_alone(model: Any, skeleton: Any) -> None:
     Args:
         model: as for ``unreached``, without an adapter; ZeRO-3 may have partitioned its weights.
         skeleton: the same as transformers builds it; reading weights sets ``requires_grad`` on all of them.
+        dtype: of trained weights, where all have one: models keep some in fp32 beside bf16, which FSDP2 does not take
+            and ZeRO does not keep.
     """
     for parameter in _beside_text(model).values():
         parameter.requires_grad_(False)
@@ -33,6 +35,9 @@ def train_alone(model: Any, skeleton: Any) -> None:
     for name, parameter in skeleton.named_parameters():
         if not parameter.requires_grad:
             known[name].requires_grad_(False)
+    for parameter in known.values():
+        if dtype and parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 INSIDE = {

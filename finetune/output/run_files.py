@@ -285,6 +285,7 @@ def save_final(
     shapes: Mapping[str, tuple[int, ...]],
     beginning: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     card: str | None,
     record: dict[str, Any],
 ) -> None:
@@ -300,7 +301,8 @@ def save_final(
         adapter_alone: save the adapter, not the model.
         shapes: of each trained parameter.
         beginning: of an adapter, what ``adapter_start.start`` returned.
-        dtype: of a saved model's weights, rounded once from the trained ones. An adapter is saved as it was trained.
+        dtype: of a saved model, by its config.json.
+        dtypes: of its weights, each rounded once from the trained one. An adapter is saved as it was trained.
         card: text of the model card; None on the other processes.
         record: the run's, as in run.yaml: it goes with the result.
 
@@ -311,7 +313,7 @@ def save_final(
     state = {}
     for name, value in parameters:
         if card is not None:
-            state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtype, copy=True)
+            state[name] = value.to(device="cpu", dtype=value.dtype if adapter_alone else dtypes[name], copy=True)
     if card is not None:
         try:
             write_run(folder, record)  # before final/, whose name stands for a run that is finished

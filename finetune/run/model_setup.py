@@ -97,7 +97,7 @@ def load_model(
                 computes=distributed.counts(accelerator, launch, quantised=bool(spec.quantised_bits)),
             )
     else:
-        text_part.train_alone(model, spec.skeleton)
+        text_part.train_alone(model, spec.skeleton, dtype if train.weights == "bf16" else None)
     if train.recomputes:
         recompute_activations(model, train.recomputed_layers, offloads=train.offloads_activations)
     if spec.section.kernels == "auto":

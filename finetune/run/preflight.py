@@ -259,7 +259,7 @@ def room_problems(
     """
     keeps_best = cfg.eval.keep_best
     at_once = resuming.checkpoints_at_once(cfg.checkpoint, steps, best_of_every=cfg.eval.every if keeps_best else 0)
-    result = spec.skeleton.num_parameters() * spec.stored_dtype.itemsize
+    result = sum(each.numel() * each.dtype.itemsize for each in spec.skeleton.parameters())
     if cfg.adapter.type != "none":  # which is saved as it was trained
         result = sum(map(math.prod, trained.values())) * (2 if cfg.train.weights == "bf16" else 4)
     return checkpoint.room_problems(

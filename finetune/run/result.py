@@ -105,6 +105,7 @@ def write(
             shapes=shapes,
             beginning=beginning,
             dtype=spec.stored_dtype,
+            dtypes=spec.saved_dtypes,
             card=run_files.model_card(spec.section.path, written, metrics) if is_main else None,
             record=written,
         )

@@ -104,7 +104,7 @@ def build(
         rows = range(vocabulary - setting.token_rows, vocabulary)
         adapters.attach(model, adapter, base="", revision=None, dtype=dtype, seed=0, token_rows=rows)
     else:
-        text_part.train_alone(model, model)
+        text_part.train_alone(model, model, dtype if setting.weights == "bf16" else None)
     if setting.activation_checkpointing:
         recompute_activations(model, setting.recomputed_layers, offloads=setting.offloads_activations)
     if setting.fused:
