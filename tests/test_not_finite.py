@@ -190,3 +190,20 @@ def test_rows_of_a_micro_batch_are_named_though_the_run_ends_within_its_global_b
         told = Meter._count_if_bad(meter, known, losses, 1.0)
         places = [place for place in batch.places[2 * bad : 2 * bad + 2] if place != EMPTY]
         assert told["rows"] == [work.documents(place)[0].source for place in places]
+
+
+# under the others gradients are dropped
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero2", "zero3", *(pytest.param(each, marks=pytest.mark.prove) for each in ("zero1", "zero3_offload"))],
+)
+def test_a_memory_check_that_is_not_finite_leaves_no_trace(
+    strategy: str, ranks: Any, model_folder: Path, conversations: Path, tmp_path: Path
+):
+    config = scenarios.configuration(model_folder, conversations, tmp_path / "run", **CONSTANT, train__steps=2)
+    metrics = []
+    for calls in (set(), {0}):
+        for seen in ranks(2).run(train_with, with_gradients_of_nan, calls, config, strategy=strategy):
+            assert seen["num_processes"] == 2
+        metrics.append([(each["loss"], each["grad_norm"]) for each in scenarios.read_metrics(tmp_path / "run")])
+    assert metrics[0] == metrics[1]

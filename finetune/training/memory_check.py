@@ -1,7 +1,7 @@
 """One forward and backward pass for nothing: what does not fit in memory fails before the first step, not in hours.
 
-It leaves no trace: the loss is multiplied by zero, so that gradients which a strategy has already taken into its
-buffers are zero; the others are dropped; random states are restored; no optimizer steps.
+It leaves no trace: gradients that DeepSpeed would keep in its buffers are zero, the others are dropped; random states
+are restored; no optimizer steps. They are zero even if the loss is not finite, which is for the steps to tell.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,7 @@ def check_memory(
     device, engine = accelerator.device, engine_of(model)
     reserve = optimizer_bytes if device.type == "cuda" and engine is None else 0
     gpus = [device] if device.type == "cuda" else []
+    hooks: list[Any] = []
     try:
         with torch.random.fork_rng(gpus):
             occupied = torch.empty(reserve, dtype=torch.uint8, device=device)
@@ -52,8 +53,10 @@ def check_memory(
             elif engine is None:
                 accelerator.backward(loss_sum(model, micro_batch) * 0)
             else:  # not as Accelerate does it, for it would step
+                trained = [each for each in model.parameters() if each.requires_grad]
+                hooks.extend(each.register_hook(_as_zero) for each in trained)
                 engine.set_gradient_accumulation_boundary(is_boundary=False)
-                engine.backward(loss_sum(model, micro_batch) * 0)
+                engine.backward(loss_sum(model, micro_batch))
             del occupied
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info() if gpus else (0, 0)
@@ -62,5 +65,13 @@ def check_memory(
             f"{what} does not fit on the GPU: {held:.1f} of {total / GIB:.1f} GiB were in use when it needed more "
             f"({str(error).splitlines()[0]}), with {free / GIB:.1f} GiB free. {advice}"
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     if engine is None:
         optimizer.zero_grad(set_to_none=True)
+
+
+def _as_zero(gradient: torch.Tensor) -> torch.Tensor:
+    """Without a second one where each element has a place of its own."""
+    return gradient.zero_() if gradient.is_contiguous() else torch.zeros_like(gradient)
