@@ -22,7 +22,7 @@ from parity import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_parity import skip_what_this_machine_lacks
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ElectraConfig, MixtralConfig, T5Config
 
 from finetune import distributed
 from finetune.config import sections
@@ -573,6 +573,16 @@ def test_model_that_is_no_causal_language_model_is_refused_with_a_sentence(
     T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=512).save_pretrained(folder)
     with pytest.raises(InputError, match="does not make a causal language model"):
         sft.main(scenarios.configuration(folder, conversations, tmp_path / "run", adapter__type="lora"))
+
+
+def test_model_that_sees_the_tokens_that_it_is_to_predict_is_refused_before_weights_load(
+    model_folder: Path, conversations: Path, tmp_path: Path
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    folder = shutil.copytree(model_folder, tmp_path / "encoder")
+    ElectraConfig(**sizes, num_attention_heads=4, embedding_size=64).save_pretrained(folder)
+    with pytest.raises(InputError, match="electra shows each token those that follow it"):
+        sft.main(scenarios.configuration(folder, conversations, tmp_path / "run"))
 
 
 EIGHT_BIT = list(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from finetune.compat.transformers_private import is_stateful, takes_flash_attention, takes_registered_attention
 from finetune.config.refusals import packing_problems
@@ -137,6 +137,12 @@ def why_not_spread(
     """Why the positions of a row cannot be spread over processes, as clauses; arguments as for ``problems``."""
     lacking = problems(config, attention=PACKED, dtype=dtype, capability=capability, own_code=own_code)
     return [re.split(r"[;:] (?=choose|use|set)", each)[0] for each in lacking]  # what they advise is not enough here
+
+
+def reads_both_ways(model: PreTrainedModel) -> bool:
+    """Whether a model shows each token those that follow it, as BERT and its kind do unless they are told."""
+    config = model.config
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:

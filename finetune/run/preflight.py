@@ -279,6 +279,9 @@ def model_problems(spec: ModelSpec, data: sections.Data, dtype: torch.dtype) -> 
         dtype: in which it computes.
     """
     found = quantization.problems(spec.config, spec.bits)
+    if packing_support.reads_both_ways(spec.skeleton):
+        kind = spec.config.model_type
+        found.append(f"model.path: {kind} shows each token those that follow it; use a model that generates text.")
     found += loading.attention_problems(spec.config, spec.section.attention, spec.section.trust_remote_code)
     if data.packing is True:  # rows that cut through documents are one document each
         found += packing_support.problems(
