@@ -22,8 +22,10 @@ from recording import Recorder
 from benchmarks.proofs import MATRICES
 from finetune.cli.planning import asked
 from finetune.data import template_process
+from finetune.distributed import deepspeed_ops
 from finetune.run import session
 
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(deepspeed_ops.own_folder()))  # before tests move the folder of caches
 settings.register_profile("any machine", deadline=None)  # a slow one fails no property
 settings.load_profile("any machine")
 

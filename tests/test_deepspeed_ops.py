@@ -1,5 +1,6 @@
 """DeepSpeed's C++ operations: a killed build leaves nothing behind that a later one waits for."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,23 @@ def test_operations_that_were_built_are_loaded_without_a_word(
     deepspeed_ops.build(cpu=False, offload=True, nvme=False)
     assert builders["CPUAdamBuilder"].loads == 1
     assert capsys.readouterr().out == ""
+
+
+def test_each_environment_builds_in_a_folder_of_its_own_unless_the_user_names_one(
+    builders: dict[str, Builder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = []
+    for environment in ("one", "two", "one"):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr(sys, "prefix", environment)
+        deepspeed_ops.build(cpu=False, offload=True, nvme=False)
+        folders.append(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    assert folders[0] == folders[2] != folders[1]
+    assert all(folder.parent == tmp_path / "finetune" / "operations" and folder.is_dir() for folder in folders)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "named"))
+    deepspeed_ops.build(cpu=False, offload=True, nvme=False)
+    assert (tmp_path / "named").is_dir()
 
 
 def test_nvme_offload_without_libaio_is_refused_with_what_to_install(

@@ -2,6 +2,7 @@
 
 DeepSpeed compiles them at first use, which takes minutes. A killed build leaves a ``lock`` file on which every later
 start would wait forever. ``build`` uses an operating system lock, which ends with its process, and removes stale files.
+Each environment has a folder of its own: in one that they share, each would compile what another has built.
 ``python -m finetune.distributed`` builds the operations in advance.
 """
 
@@ -9,10 +10,13 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
 import torch
+
+from finetune.cache import cache_folder, key_of
 
 NO_LIBAIO = (
     "zero3_nvme needs the header and library of libaio, which were not found; install them "
@@ -49,9 +53,7 @@ def build(*, cpu: bool, offload: bool, nvme: bool) -> None:
     builders = [get_accelerator().create_op_builder(name) for name in wanted]
     if not builders:
         return
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     root.mkdir(parents=True, exist_ok=True)
     with (root / "finetune-build.lock").open("w") as key:
         fcntl.flock(key, fcntl.LOCK_EX)
@@ -66,8 +68,15 @@ def build(*, cpu: bool, offload: bool, nvme: bool) -> None:
             builder.load(verbose=False)
 
 
+def own_folder() -> Path:
+    """Where the operations of this environment are built."""
+    return cache_folder() / "operations" / key_of(sys.prefix)
+
+
 def prepare_import() -> None:
-    """Tell DeepSpeed its accelerator, which it would guess with a warning, and where ninja is: beside this Python."""
+    """Tell DeepSpeed its accelerator, which it would guess with a warning; where ninja is, beside this Python; and
+    where it builds operations, unless the user has."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_folder()))
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     scripts = sysconfig.get_path("scripts")
