@@ -1,0 +1,130 @@
+"""Every type of causal language model in transformers trains under every strategy as on one process, or is refused.
+
+What a model's code does with its weights and hidden states, its authors know alone. Where a strategy takes it for
+something else, the losses may be the only place to see it.
+"""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+import tiny
+from parity import BF16_TOLERANCE, FP32_TOLERANCE, assert_parity
+from tiny_types import described
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+pytestmark = [pytest.mark.prove, pytest.mark.slow]
+
+SIZES_THAT_GO_TOGETHER = {
+    *("axk2", "bailing_hybrid", "deepseek_v32", "dots3_note_text", "falcon_h1", "gemma3n_text", "gemma4_assistant"),
+    *("gemma4_unified_assistant", "glm_moe_dsa", "gpt_neo", "kimi_linear", "lfm2_moe", "longcat_flash", "mamba2"),
+    *("cohere_compass_text", "cwm", "dbrx", "modernbert-decoder", "reformer", "xmod", "zaya"),
+}
+"""Types whose sizes or settings must fit one another in ways of their own."""
+LARGE = {"blt", "musicgen", "musicgen_melody", "phi4_multimodal"}
+"""Types with parts for which ``tiny_types`` has no sizes."""
+OLD = {"prophetnet", "xlm", "xlnet", "cpmant"}
+"""Types that compute losses of their own, or with what rows are padded with."""
+WITH_NOISE = {"phimoe"}
+"""Types that draw numbers in training, whatever their configuration says."""
+SENSITIVE = {"gemma4_text", "gemma4_unified_text"}
+"""Types whose tiny models have gradients that differ by a thousandth after rounding that differs by a millionth."""
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - SIZES_THAT_GO_TOGETHER - LARGE - OLD - WITH_NOISE)
+
+FULL: dict[str, Any] = {}
+LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__rank": 4}
+BF16: dict[str, Any] = {"train__weights": "bf16"}
+REFERENCE = {"model__kernels": "plain", "model__attention": "sdpa"}
+LAUNCHES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "kernels": ("single", FULL, {}),
+    "recomputed": ("single", FULL, {"train__activation_checkpointing": "full"}),
+    **{strategy: (strategy, FULL, {}) for strategy in ("fsdp2", "zero3", "pp", "tp", "cp", "ep")},
+    "bf16": ("fsdp2", BF16, {}),
+    **{f"lora {strategy}": (strategy, LORA, {}) for strategy in ("single", "fsdp2", "zero3", "pp", "tp", "ep")},
+}
+"""Strategy, what the reference has too, and what it has not."""
+COMPUTED_BEFORE = {"kernels": 110, "fsdp2": 110, "zero3": 110, "pp": 75, "tp": 55, "cp": 60, "ep": 30, "bf16": 105}
+COMPUTED_BEFORE |= {"lora single": 105, "lora zero3": 100, "lora pp": 75, "lora tp": 55, "lora ep": 30}
+"""Types that are trained and not refused, at least."""
+IN_PLAIN_BF16 = {"inkling2_text", "minimax", "openai-gpt", "xglm"}
+"""Types whose own code cannot compute with weights in bf16 on a CPU."""
+NAN = {("inkling2_text", "lora pp")}
+"""Stopped with its sentence that no step was finite, since the model takes its embeddings twice."""
+
+computed: Counter[str] = Counter()
+
+
+class Refused(Exception):
+    """The toolkit's sentence on what it does not do."""
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Any, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("types")
+    known: dict[tuple[str, str], Any] = {}
+
+    def train(model: Path, strategy: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        world_size = 1 if strategy == "single" else 2
+        changes = {"train__steps": 3, "train__micro_batch_size": 8 // (2 * world_size), "checkpoint__at_end": False}
+        config = scenarios.configuration(model, conversations, folder / "run", **changes, **settings)
+        precision = "bf16" if "train__weights" in settings else "no"
+        try:
+            everyone = ranks(world_size).run(scenarios.train, config, strategy=strategy, mixed_precision=precision)
+        except AssertionError as error:
+            if sentence := re.search(r"^finetune\.errors\.InputError: (.*)", str(error), re.MULTILINE):
+                raise Refused(sentence[1]) from None
+            raise
+        assert {seen["world_size"] for seen in everyone} == {world_size}
+        return scenarios.read_metrics(folder / "run")
+
+    def reference(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        for attention in ("sdpa", "eager"):
+            try:
+                return train(model, "single", settings | REFERENCE | {"model__attention": attention})
+            except Refused as refused:
+                if "model.attention" not in str(refused):
+                    raise
+        raise AssertionError("neither attention is taken")
+
+    def compare(kind: str, launch: str) -> None:
+        strategy, shared, own = LAUNCHES[launch]
+        model = folder / kind
+        if not model.exists():
+            contents = described(kind)
+            if contents is None:
+                pytest.skip("holds a language model within another")
+            tiny.build_tokenizer().save_pretrained(model)
+            (model / "config.json").write_text(json.dumps(contents))
+        key = kind, json.dumps(shared)
+        try:
+            if key not in known:
+                known[key] = reference(model, shared)
+            found = train(model, strategy, shared | own)
+        except Refused:
+            return
+        computed[launch] += 1
+        bound = BF16_TOLERANCE if launch == "bf16" else FP32_TOLERANCE
+        assert_parity(
+            found, known[key], {name: 500 * each for name, each in bound.items()} if kind in SENSITIVE else bound
+        )
+
+    return compare
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradient_norms_are_those_of_one_process_or_it_is_refused(kind: str, launch: str, run: Any):
+    if (kind, launch) in NAN or (launch == "bf16" and kind in IN_PLAIN_BF16):
+        pytest.skip("see above")
+    run(kind, launch)
+
+
+@pytest.mark.parametrize("launch", COMPUTED_BEFORE)
+def test_so_many_types_are_trained(launch: str):
+    if sum(computed.values()) < 2 * len(KINDS):
+        pytest.skip("a part of the tests above ran")
+    assert computed[launch] >= COMPUTED_BEFORE[launch]
