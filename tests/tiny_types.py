@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": 1,
     "eos_token_id": 1,
-    "bos_token_id": None,
+    "bos_token_id": 1,
     "dtype": "float32",
 }
 WIDTHS = {
@@ -52,26 +52,44 @@ OF_STATES = {
     "linear_num_value_heads": 4,
 }
 BESIDE = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
+OWN: dict[str, dict[str, Any]] = {
+    **{kind: {"num_key_value_heads": 4} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa")},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "kimi_linear": {"num_experts_per_token": 2, "num_expert_group": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Sizes that must fit one another otherwise."""
 SMALL = SIZES | WIDTHS | EXPERTS | PARTS_OF_HEADS | OF_STATES | BESIDE
 
 
-def described(kind: str) -> dict[str, Any] | None:
+def described(kind: str) -> dict[str, Any]:
     """What a config.json says of a model of this type, with two layers, of different kinds where it has some, and
-    without dropout. None for one that holds a language model within another."""
-    default = CONFIG_MAPPING[kind]()
-    if default.get_text_config() is not default:
-        return None
+    without dropout; a model within another is as small."""
+    return {"model_type": kind, **_shrunk(CONFIG_MAPPING[kind]()), **OWN.get(kind, {})}
+
+
+def _shrunk(default: PreTrainedConfig) -> dict[str, Any]:
     known = default.to_dict()
     layers = known.get("num_hidden_layers") or 2
-    found: dict[str, Any] = {"model_type": kind}
+    found: dict[str, Any] = {}
     for name, value in known.items():
         if isinstance(value, float) and "drop" in name:
             found[name] = 0.0
         elif name == "head_dim" and "qk_rope_head_dim" in known:
             continue  # which is that of the other
+        elif name in default.sub_configs:
+            within = getattr(default, name)
+            found[name] = within and {"model_type": within.model_type, **_shrunk(within)}
         elif name in SMALL and not isinstance(value, dict):
             found[name] = SMALL[name]
-        elif isinstance(value, list) and (name.endswith("layer_types") or len(value) == layers > 2):
+        elif isinstance(value, list) and name.endswith("layer_types"):
             found[name] = [value[0], next((each for each in value if each != value[0]), value[0])]
+        elif isinstance(value, list) and len(value) == layers > 2:
+            found[name] = value[:2]
     renamed = {name: SIZES[name] for name in default.attribute_map if name in SIZES}
     return found | renamed | {name: SIZES[name] for name in ("pad_token_id", "eos_token_id", "bos_token_id", "dtype")}
