@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,33 @@ def test_source_of_which_a_part_is_kept_is_read_faster_so_that_its_rows_come_by_
     first = [row.source.partition(":")[0] for row in work.first_window]
     for count in (300, 600, 900):
         assert first[:count].count(str(other)) == pytest.approx(count / 3, rel=0.2)
+
+
+def test_a_pass_that_is_left_off_waits_for_none_of_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The garbage collector may leave it off, in a thread that holds the lock for which they wait."""
+    monkeypatch.setattr(encoding_workers, "RECORDS_AT_ONCE", 1)
+    encode, may_go_on = encoding_workers._encode, threading.Event()
+
+    def waits_after_the_first(chunk: Any, *args: Any) -> Any:
+        if chunk[0][1].value["messages"][1]["content"] != "first":
+            assert may_go_on.wait(60)
+        return encode(chunk, *args)
+
+    monkeypatch.setattr(encoding_workers, "_encode", waits_after_the_first)
+    file = tmp_path / "rows.jsonl"
+    answers = ["first", *map(str, range(40))]
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] for answer in answers]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    settings = Settings(64)
+    encoder = encoding_workers.Encoder(TOKENIZER, settings)
+    batches: Any = encoding_workers.encoded(encoding_workers.records_of([Source(str(file))]), encoder, settings)
+    assert next(batches).rows
+    leaving = threading.Thread(target=batches.close, daemon=True)
+    leaving.start()
+    leaving.join(30)
+    is_left = not leaving.is_alive()
+    may_go_on.set()
+    assert is_left
 
 
 def test_stream_tells_what_the_template_leaves_out_of_its_first_documents(tmp_path: Path):

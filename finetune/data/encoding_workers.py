@@ -95,18 +95,18 @@ def encoded(
         records: each with the number of its source.
     """
     threads = min(8, cores.usable() + 1)  # one more than cores, because they take turns at what Python does itself
-    with ThreadPoolExecutor(threads) as pool:
-        under_way: deque[Future[Encoded]] = deque()
-        try:
-            while chunk := list(islice(records, RECORDS_AT_ONCE)):
-                under_way.append(pool.submit(_encode, chunk, encoder, settings))
-                if len(under_way) > 2 * threads:
-                    yield under_way.popleft().result()
-            while under_way:
+    pool = ThreadPoolExecutor(threads)
+    under_way: deque[Future[Encoded]] = deque()
+    try:
+        while chunk := list(islice(records, RECORDS_AT_ONCE)):
+            under_way.append(pool.submit(_encode, chunk, encoder, settings))
+            if len(under_way) > 2 * threads:
                 yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        # not waiting: whoever leaves off, maybe by the garbage collector in a thread like these, may hold their lock
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _encode(chunk: Sequence[tuple[int, Record | Rejected]], encoder: Encoder, settings: Settings) -> Encoded:
