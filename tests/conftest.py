@@ -21,6 +21,7 @@ from recording import Recorder
 
 from benchmarks.proofs import MATRICES
 from finetune.cli.planning import asked
+from finetune.config import strategy_names
 from finetune.data import template_process
 from finetune.distributed import deepspeed_ops
 from finetune.run import session
@@ -57,6 +58,8 @@ ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_u
 """Files in which instants count; marked ``alone``, and run when the others are done."""
 SHORTER = {"test_adapters": 5, "test_parity": 10}
 """Steps of the runs of a file, but where proofs are recorded."""
+COMPARING_LOSSES = {"test_parity", "test_compatibility", "test_adapters", "test_families", "test_recipes"}
+"""Matrices whose points train under a strategy as on one process: `make test` runs each strategy once for all."""
 RUNS_OF_A_GROUP = 50
 """After which its processes are new ones: each run leaves a process a megabyte and a half larger."""
 LONGEST = [
@@ -146,22 +149,39 @@ class Groups:
         if world_size not in self.groups:
             self.groups[world_size] = Ranks(world_size, self.new_folder(f"ranks{world_size}"))
         self.runs[world_size] += 1
+        self._signal(signal.SIGCONT, world_size)
         return self.groups[world_size]
 
+    def rest(self) -> None:
+        """Halt all until they are asked again: the threads of idle groups would wake hundreds of times a second."""
+        for world_size in self.groups:
+            self._signal(signal.SIGSTOP, world_size)
+
+    def _signal(self, number: signal.Signals, world_size: int) -> None:
+        if group := self.groups[world_size].group:
+            os.killpg(group, number)
+
     def stop(self, *, least_runs: int = 0) -> None:
-        """Stop those that have run so much; they start anew when they are asked."""
+        """End those that have run so much; they start anew when they are asked."""
         for world_size, group in self.groups.items():
             if self.runs[world_size] >= least_runs:
                 group.stop()
                 self.runs[world_size] = 0
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    """``ranks(n)``: the group of n processes, kept for the tests of a file."""
+@pytest.fixture(scope="session")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    """Those of all files, since the first run of a group takes three times as long as the others."""
     groups = Groups(tmp_path_factory.mktemp)
     yield groups
     groups.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks(groups: Groups) -> Iterator[Groups]:
+    """``ranks(n)``: the group of n processes."""
+    yield groups
+    groups.rest()
 
 
 @pytest.fixture(autouse=True)
@@ -216,8 +236,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if file in MATRICES and not item.get_closest_marker("prove"):
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             of_matrices[file, on_ranks].append((item, (item.originalname, parameters)))
-    for points in of_matrices.values():
-        kept = thinning.kept([point for _, point in points])
+    strategies = {repr(name): 0 for name in strategy_names.STRATEGIES}
+    for (file, on_ranks), points in sorted(of_matrices.items(), key=lambda each: [*MATRICES].index(each[0][0])):
+        shared = strategies if on_ranks and file in COMPARING_LOSSES else None
+        kept = thinning.kept([point for _, point in points], shared)
         for place, (item, _) in enumerate(points):
             if place not in kept:
                 item.add_marker("prove")

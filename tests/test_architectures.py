@@ -47,6 +47,7 @@ def cut_short(config: dict[str, Any]) -> dict[str, Any]:
     return anatomy(config).shortened(config, LAYERS)
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not here")
 def test_configurations_beside_the_repository_have_the_parameters_that_are_published():
     counts = json.loads((SHARED / "param_counts.json").read_text())

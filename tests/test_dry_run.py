@@ -78,8 +78,8 @@ def real_trace(setting: Setting) -> FullTrace:
 @pytest.mark.parametrize(
     ("strategy", "adapter"),
     thinned(
-        [("ddp", "none"), ("fsdp2", "lora"), ("fsdp2_tp", "none"), ("fsdp2_tp", "lora")],
-        [("ddp", "lora"), ("fsdp2", "none")],
+        [("ddp", "none"), ("fsdp2", "lora"), ("fsdp2_tp", "none")],
+        [("ddp", "lora"), ("fsdp2", "none"), ("fsdp2_tp", "lora")],
     ),
 )
 def test_trace_as_one_of_two_processes_is_what_each_of_two_real_ones_holds(
@@ -369,7 +369,7 @@ def test_what_cannot_be_traced_is_refused_in_a_sentence(model: Any, setting: Set
         full_trace(model, setting)
 
 
-@pytest.mark.parametrize(("strategy", "context"), [("cp", 2), ("cp", 4), ("ulysses", 2), ("ulysses", 4)])
+@pytest.mark.parametrize(("strategy", "context"), thinned([("cp", 4), ("ulysses", 2)], [("cp", 2), ("ulysses", 4)]))
 def test_gpus_that_compute_rows_together_keep_what_one_keeps_of_its_positions_and_what_they_send_one_another(
     strategy: str, context: int
 ):

@@ -13,6 +13,7 @@ import scenarios
 import tiny
 import torch
 from full_trace import full_trace
+from thinning import thinned
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -285,7 +286,7 @@ def test_prompts_beyond_what_a_run_trained_have_the_frequencies_of_their_length(
     assert (not torch.equal(*found)) == has_long
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3", "cp", "pp"])
+@pytest.mark.parametrize("strategy", thinned(["ddp", "zero3", "pp"], ["fsdp2", "cp"]))
 def test_processes_have_the_first_loss_of_one(
     strategy: str, phi3: Path, rows: Path, tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ):

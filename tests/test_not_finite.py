@@ -89,8 +89,8 @@ def rows_of_step(step: int, conversations: Path, micro_batch_size: int) -> list[
 
 
 SHOWN = {
-    with_gradients_of_nan: ("single", "ddp", "zero1", "zero3", "pp", "tp", "fsdp2_tp"),
-    infinite_with_finite_gradients: ("fsdp2", "cp", "tp_pp", "fsdp2_pp"),
+    with_gradients_of_nan: ("single", "ddp", "zero1", "zero3", "pp", "tp"),
+    infinite_with_finite_gradients: ("fsdp2", "cp"),
 }
 
 

@@ -21,7 +21,7 @@ from finetune.trace.setting import Setting
 from finetune.trace.shallow import Step
 
 LAUNCHES = [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
-LAUNCHES += [(f"zero{stage}", processes) for stage in (1, 2, 3) for processes in (2, 4)]
+LAUNCHES += [("zero1", 2), ("zero2", 4), ("zero3", 2), ("zero3", 4)]
 SETTINGS = {
     (strategy, world_size, adapter): Setting(
         strategy, world_size, adapter=adapter, rank=3 if adapter == "lora" else 16, row_tokens=64

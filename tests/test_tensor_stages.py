@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "shards, two parts of each stage": ("fsdp2_tp_pp", 8, 2, IN_TURN),
 }
 """Strategy, processes, of which two split each layer, and stages."""
-SHOWN = ["qlora, packed", "deferred gradients"]
+SHOWN = ["qlora, packed"]
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,14 @@ def test_a_launch_is_its_strategy_and_its_processes():
 def test_what_has_no_parameters_stays():
     assert thinning.kept([("test_a", {}), ("test_b", {}), ("test_c", {"n": 1})]) == {0, 1, 2}
     assert thinning.kept([]) == set()
+
+
+def test_a_shared_value_is_held_by_a_point_of_one_file_and_the_others_take_the_rarest():
+    uses = {repr(name): 0 for name in ("ddp", "tp", "pp")}
+    one = [("test_a", {"strategy": name}) for name in ("ddp", "tp")]
+    assert thinning.kept(one, uses) == {0, 1}
+    other = [("test_b", {"strategy": name, "optimizer": "sgd"}) for name in ("ddp", "tp", "pp")]
+    assert thinning.kept(other, uses) == {2}
+    another = [("test_c", {"strategy": name, "bits": bits}) for bits in (4, 8) for name in ("ddp", "tp", "pp")]
+    assert thinning.kept(another, uses) == {0, 4}
+    assert uses == {"'ddp'": 2, "'tp'": 2, "'pp'": 1}
