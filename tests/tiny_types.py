@@ -53,7 +53,7 @@ OF_STATES = {
 }
 BESIDE = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
 OWN: dict[str, dict[str, Any]] = {
-    **{kind: {"num_key_value_heads": 4} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa")},
+    **{kind: {"num_key_value_heads": 4} for kind in ("axk2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
