@@ -63,8 +63,8 @@ prove: $(VENV)/.test ops model
 	  tests/test_frequencies.py tests/test_improvement.py tests/test_interleaving.py tests/test_memory_check.py \
 	  tests/test_model_types.py tests/test_mutations.py tests/test_new_tokens.py tests/test_not_finite.py \
 	  tests/test_notebooks.py tests/test_options.py tests/test_part_shards.py tests/test_partly.py \
-	  tests/test_pipeline.py tests/test_plan_part_shards.py tests/test_plan_pipelines.py tests/test_plan_speed.py \
-	  tests/test_plan_tensor.py tests/test_plan_tensor_stages.py tests/test_plan_verb.py tests/test_pretrain.py \
+	  tests/test_pipeline.py tests/test_plan_part_shards.py tests/test_plan_pipelines.py tests/test_plan_sharded.py \
+	  tests/test_plan_speed.py tests/test_plan_tensor.py tests/test_plan_tensor_stages.py tests/test_plan_verb.py tests/test_pretrain.py \
 	  tests/test_router_balance.py tests/test_shallow.py tests/test_stage_shards.py tests/test_task_scores.py \
 	  tests/test_tensor_parallel.py tests/test_tensor_runs.py tests/test_tensor_stages.py tests/test_text_part.py \
 	  tests/test_train.py tests/test_two_machines.py tests/test_wheel.py tests/test_zero_bubble.py

@@ -59,7 +59,7 @@ ALONE = {"test_interruption", "test_kills", "test_kills_launcher", "test_start_u
 SHORTER = {"test_adapters": 5, "test_parity": 10}
 """Steps of the runs of a file, but where proofs are recorded."""
 COMPARING_LOSSES = {"test_parity", "test_compatibility", "test_adapters", "test_families", "test_recipes"}
-"""Matrices whose points train under a strategy as on one process: `make test` runs each strategy once for all."""
+"""Matrices whose points train under a strategy as on one process: `make test` sees each strategy in one of them."""
 RUNS_OF_A_GROUP = 50
 """After which its processes are new ones: each run leaves a process a megabyte and a half larger."""
 LONGEST = [

@@ -32,8 +32,8 @@ OLD = {"prophetnet", "xlm", "xlnet", "cpmant"}
 WITH_NOISE = {"phimoe"}
 """Types that draw numbers in training, whatever their configuration says."""
 SENSITIVE = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
-"""Types of whose runs the first step alone is compared: their tiny models multiply what differs by rounding, also on
-one process with another attention."""
+"""Types whose tiny models multiply what differs by rounding, also on one process with another attention: after the
+first step losses alone are compared."""
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NOT_TINY - ASK_FOR_MORE - OLD - WITH_NOISE)
 
 FULL: dict[str, Any] = {}
@@ -52,7 +52,7 @@ COMPUTED_BEFORE = {"kernels": 110, "fsdp2": 110, "zero3": 110, "pp": 75, "tp": 5
 COMPUTED_BEFORE |= {"lora single": 105, "lora zero3": 100, "lora pp": 75, "lora tp": 55, "lora ep": 30}
 """Types that are trained and not refused, at least."""
 PLAIN_BF16 = {"loss": 5e-3, "grad_norm": 2e-2}
-"""Weights without masters round each step, and norms of their gradients have 8 bits."""
+"""Weights without masters round each step (a loss of 8 by 6e-3 was seen), and their gradients' norms have 8 bits."""
 IN_PLAIN_BF16 = {"inkling2_text", "minimax", "openai-gpt", "xglm", "xlstm"}
 """Types whose own code cannot compute with weights in bf16 on a CPU."""
 NAN = {("inkling2_text", "pp"), ("inkling2_text", "lora pp")}
@@ -114,8 +114,9 @@ def run(ranks: Any, conversations: Path, tmp_path_factory: pytest.TempPathFactor
         bound = dict(PLAIN_BF16 if launch == "bf16" else FP32_TOLERANCE)
         for name, usual in (("loss", 5), ("grad_norm", 1)):  # of some types 22 and 12
             bound[name] *= max(1.0, *(line[name] / usual for line in expected))
-        assert len(found) == 3
         assert_parity(found[:steps], expected, bound)
+        if kind in SENSITIVE:  # a step that is left out changes them by four times as much
+            assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in known[key]], abs=1e-2)
 
     return compare
 

@@ -1,5 +1,6 @@
 """What `make test` runs of a proven matrix: every value and every test once at least, in few points."""
 
+from collections import Counter
 from typing import Any
 
 import thinning
@@ -43,6 +44,20 @@ def test_a_launch_is_its_strategy_and_its_processes():
 def test_what_has_no_parameters_stays():
     assert thinning.kept([("test_a", {}), ("test_b", {}), ("test_c", {"n": 1})]) == {0, 1, 2}
     assert thinning.kept([]) == set()
+
+
+@given(POINTS, POINTS)
+def test_every_shared_value_is_held_by_one_of_two_files_and_all_others_by_each(one: list[Any], other: list[Any]):
+    uses = {repr(name): 0 for name in "stu"}
+    known, held = Counter[str](), []
+    for points in (one, other):
+        kept = thinning.kept(points, uses)
+        known.update(value for place in kept for value in thinning.values_of(points[place][1]) if value in uses)
+        held.append({each for place in kept for each in (points[place][0], *thinning.values_of(points[place][1]))})
+        every = {each for test, parameters in points for each in (test, *thinning.values_of(parameters))}
+        assert held[-1] >= every - uses.keys()
+        assert set().union(*held) >= every
+    assert uses == dict.fromkeys(uses, 0) | known
 
 
 def test_a_shared_value_is_held_by_a_point_of_one_file_and_the_others_take_the_rarest():

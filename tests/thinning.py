@@ -1,7 +1,7 @@
 """Which points of a matrix of settings `make test` runs; `make prove` runs them all.
 
-Of a proven matrix few that hold every value, and one of each test at least. Of the matrices that compare losses, only
-one runs each strategy.
+Of a proven matrix few that hold every value, and one of each test at least; a strategy is held by one at least of the
+matrices that compare losses, not by each.
 
 Every point was run on these very sources, or `test_proofs` fails: what is left to do is to see, in another environment,
 that each strategy, precision, optimizer ... works there at all. For example, of ("ddp", "sgd"), ("ddp", "adamw"),
