@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity import FP32_TOLERANCE, assert_parity
 from safetensors.torch import load_file
+from tiny_types import described
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from finetune.config.compatibility import stage_problems
@@ -83,62 +84,13 @@ def test_models_that_have_no_such_stages_are_refused(deep_folder: Path):
     assert "which T5 is not; use the strategy file fsdp2" in sentence
 
 
-WIDE: dict[str, dict[str, Any]] = {
-    "bamba": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-    },
-    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-    "deepseek_v4": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "q_lora_rank": 32,
-        "o_lora_rank": 16,
-        "o_groups": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "mlp_layer_types": ["moe"] * 2,
-        "layer_types": ["sliding_attention"] * 2,
-    },
-    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "gemma3n_text": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
-        "num_kv_shared_layers": 0,
-        "layer_types": ["full_attention"] * 2,
-        "activation_sparsity_pattern": [0.0] * 2,
-        "vocab_size_per_layer_input": 97,
-    },
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4},
-}
-
-
-@pytest.mark.parametrize("family", ["llama", *sorted(pipeline_stages.OTHERWISE)])
+@pytest.mark.parametrize("family", ["llama", *sorted(pipeline_stages.OTHERWISE), "glm_moe_dsa", "hy_v4"])
 def test_models_whose_layers_hand_on_more_than_hidden_states_have_no_stages(family: str):
-    sizes = WIDE.get(family, {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})
-    config = AutoConfig.for_model(family, vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described(family)))
     found: list[Any] = []
     layers_of(model)[0].register_forward_hook(lambda *known: found.append(known[-1]))
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
-    passes = isinstance(found[0], torch.Tensor) and found[0].shape == (1, 3, 32)
+    passes = isinstance(found[0], torch.Tensor) and found[0].shape == (1, 3, 64)
     assert (passes, len(pipeline_stages.units_of(model))) == ((True, 2) if family == "llama" else (False, 0))
 
 

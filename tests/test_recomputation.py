@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import scenarios
+import tiny_types
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -104,6 +105,19 @@ def test_a_number_of_layers_is_refused_where_the_decoder_recomputes_all_or_none(
     (problem,) = recomputation.problems(model, None, offloads=True)
     assert problem.startswith("train.activation_checkpointing is offload, but the layers of this model cannot")
     assert recomputation.problems(model, None) == recomputation.problems(model, 0) == []
+
+
+@pytest.mark.parametrize("kind", ["openai-gpt", "ctrl"])
+def test_a_model_that_cannot_recompute_is_refused_before_weights_load(kind: str) -> None:
+    described = tiny_types.described(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
+    assert recomputation.problems(model, 0) == []
+    for layers in (1, None):
+        (problem,) = recomputation.problems(model, layers)
+        assert problem.endswith("cannot recompute activations; set train.activation_checkpointing to none.")
+    with pytest.raises(ValueError, match="not support"):  # what the refusal spares
+        recomputation.recompute_activations(model)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Which of a model's modules each stage of a pipeline has."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -8,10 +9,14 @@ from finetune.models.flops import products_of
 from finetune.models.recomputation import layers_of
 from finetune.models.stage_cuts import cuts
 
-OTHERWISE = {"bamba", "codegen", "deepseek_v4", "falcon", "gemma3n_text", "gptj", "mpt"}
+OTHERWISE = {
+    *("bamba", "codegen", "deepseek_v4", "falcon", "falcon_h1", "gemma3n_text", "gptj", "mpt", "rwkv", "xlstm"),
+}
 """Types of models whose layers do not hand on one hidden state for a position: they return tuples, or several."""
 BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 """In a configuration, not 0 where layers take more than that: an embedding each, or keys of an earlier layer."""
+CHOSEN_BEFORE = "prev_topk_indices"
+"""What layers take that attend to the positions which an earlier one has chosen (GLM-5, HY-V4, Mistral Large 4)."""
 
 
 def units_of(model: Any) -> list[list[torch.nn.Module]]:
@@ -23,6 +28,8 @@ def units_of(model: Any) -> list[list[torch.nn.Module]]:
     base, layers = model.base_model, layers_of(model)
     config = model.config.get_text_config()
     if config.model_type in OTHERWISE or any(getattr(config, name, None) for name in BESIDE):
+        return []
+    if any(CHOSEN_BEFORE in inspect.signature(type(layer).forward).parameters for layer in layers):
         return []
     children = list(base.children())
     lists = [each for each in children if isinstance(each, torch.nn.ModuleList) and list(each) == layers]

@@ -48,7 +48,7 @@ def recomputed_parts(model: torch.nn.Module) -> set[torch.nn.Module]:
     return {part for layer in layers if layer.gradient_checkpointing for part in layer.modules()}
 
 
-def problems(model: torch.nn.Module, layers: int | None, *, offloads: bool = False) -> list[str]:
+def problems(model: PreTrainedModel, layers: int | None, *, offloads: bool = False) -> list[str]:
     """Why so many of a model's layers cannot be recomputed, as a sentence.
 
     Args:
@@ -56,6 +56,11 @@ def problems(model: torch.nn.Module, layers: int | None, *, offloads: bool = Fal
         offloads: what they keep is in host memory.
     """
     there = len(layers_of(model))
+    if layers != 0 and not model.supports_gradient_checkpointing:
+        return [
+            f"{type(model).__name__} of transformers cannot recompute activations; set "
+            "train.activation_checkpointing to none."
+        ]
     if (layers or offloads) and not there:
         asked = "offload" if offloads else layers
         return [
