@@ -82,9 +82,12 @@ def import_everything() -> None:
     """What a run imports on its way too, so that no start of one takes the time."""
     import bitsandbytes
     import cpuinfo
+    import pandas
     import torch
+    import torch.distributed.algorithms.ddp_comm_hooks
     import torch.distributed.fsdp
     import torch.distributed.tensor
+    import torch.utils.cpp_extension
     import transformers.models.llama.modeling_llama
 
     from finetune.distributed import launch_environment, prepare_import
@@ -92,8 +95,9 @@ def import_everything() -> None:
 
     prepare_import()
     import deepspeed
+    import deepspeed.ops.adam
 
-    assert all((bitsandbytes, deepspeed, launch_environment, sft, transformers, torch.distributed))
+    assert all((bitsandbytes, deepspeed, launch_environment, pandas, sft, transformers, torch.distributed))
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU Adam asks each time, for a second
     torch.set_num_threads(1)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import scenarios
+import torch
 from parity import (
     ACCUMULATIONS,
     BF16_TOLERANCE,
@@ -187,6 +188,8 @@ def test_bf16_weights_without_masters_follow_the_fp32_run_under_every_strategy(s
     metrics, expected = run(strategy, 2, "bf16", **settings), reference("adamw", 0.5)
     assert max(abs(one["loss"] - other["loss"]) for one, other in zip(metrics, expected)) < 2e-2
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
+    norms = torch.tensor([each["grad_norm"] for each in metrics])
+    assert not norms.equal(norms.bfloat16().float())  # of gradients in bf16, computed in fp32
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])

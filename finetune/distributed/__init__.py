@@ -34,7 +34,7 @@ masters    fp32 parameters             fp32 sharded parameters            fp32 p
 compute    copies in bf16 or fp16      ``MixedPrecisionPolicy``           parameters in bf16 or fp16
 gradients  fp32                        reduced in fp32                    ``data_types``, communication
                                                                           in fp32
-clipping   ``clip_grad_norm_``         the same, over DTensors            inside the engine's step
+clipping   by the norm in fp32         the same, over DTensors            inside the engine's step
 =========  ==========================  =================================  ==========================
 
 On a machine without a GPU the same classes run on CPU over gloo, as a rehearsal of the launch.

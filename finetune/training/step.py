@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
+from finetune.distributed.clipping import clip
 from finetune.distributed.held_parts import part_of, pipeline_of
 from finetune.distributed.sharding import engine_of
 from finetune.training.loss import LossSum
@@ -80,12 +80,16 @@ def step_if_finite(
         The norm before clipping, the same on all processes. On a GPU it is waited for: the step's kernels alone are
         launched late, by less than their own time.
     """
+    engine = engine_of(model)
     if part := part_of(model):
         found = part.clip(model, max_grad_norm or math.inf)
-    else:
+    elif engine:
         found = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
-    if math.isfinite(norm) or accelerator.scaler is not None or engine_of(model) is not None:
+    else:
+        accelerator.unscale_gradients()
+        found = clip(model.parameters(), max_grad_norm or math.inf)
+    norm = float(found)
+    if math.isfinite(norm) or accelerator.scaler is not None or engine:
         optimizer.step()
         if pipeline := pipeline_of(model):
             pipeline.step_as_one(model)
