@@ -81,6 +81,7 @@ TINY_MIXTURE = TINY | {"model_type": "mixtral", "num_hidden_layers": 2, "vocab_s
         ({"hidden_size": 64}, "config.json: it has no model_type; give the config.json of a model"),
         ({"model_type": "t5"}, "does not make a causal language model"),
         ({"model_type": "gemma3", "text_config": 3}, "Field 'text_config' with value 3"),
+        ({"model_type": "electra", "hidden_size": 64}, "electra shows each token those that follow it"),
         (TINY | {"hidden_size": 50}, "hidden size (50) is not a multiple of the number of attention heads (8)"),
         (TINY | {"hidden_size": -64}, "config.json has hidden_size: -64, but it must be 1 or more"),
         (TINY | {"num_hidden_layers": 0}, "config.json has num_hidden_layers: 0"),

@@ -386,3 +386,9 @@ def test_a_browser_draws_the_curves_in_the_colours_of_a_dark_and_of_a_light_scre
     assert int(background.mean()) in brightness
     coloured = np.ptp(pixels, axis=2) > 60  # of curves and bars; text and lines are grey
     assert 0.001 < coloured.sum() / count < 0.3
+
+
+def test_a_run_that_is_named_twice_is_read_once(tmp_path: Path):
+    run = write(tmp_path / "run", metrics(3), record())
+    other = write(tmp_path / "other", metrics(3), record())
+    assert [each.name for each in read_runs([run, other, tmp_path / "other" / ".." / "run"])] == ["run", "other"]

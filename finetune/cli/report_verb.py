@@ -33,10 +33,10 @@ def _report(options: argparse.Namespace) -> int:
     from finetune.report import pages
     from finetune.report.run_read import read_runs
 
-    page = options.output or (options.runs[0] / REPORT if len(options.runs) == 1 else Path(REPORT))
+    runs = read_runs(options.runs)
+    page = options.output or (options.runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     if page.suffix.lower() != ".html":
         raise InputError(f"--output {page}: the name must end in .html; the picture takes the same name.")
-    runs = read_runs(options.runs)
     if options.json:
         print(json.dumps(pages.to_json(runs), indent=1, default=str, allow_nan=False))
         return 0

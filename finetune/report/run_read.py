@@ -57,11 +57,12 @@ class RunRead:
 
 
 def read_runs(folders: list[Path]) -> list[RunRead]:
-    """The runs in these folders.
+    """The runs in these folders, each once, in whatever ways its folder is written.
 
     Raises:
         InputError: naming each folder that holds no run.
     """
+    folders = [*{folder.resolve(): folder for folder in folders}.values()]
     empty = [
         folder for folder in folders if not any((folder / name).is_file() for name in ("run.yaml", "metrics.jsonl"))
     ]

@@ -28,8 +28,10 @@ def anatomy_of(config: PreTrainedConfig, skeleton: PreTrainedModel) -> Anatomy:
     """Look at a model without weights.
 
     Raises:
-        InputError: if it has no list of decoder layers.
+        InputError: if it has no list of decoder layers, or does not generate text.
     """
+    if packing_support.reads_both_ways(skeleton):
+        raise InputError(f"{config.model_type} shows each token those that follow it; use a model that generates text.")
     text = config.get_text_config()
     layers = decoder_layers(skeleton, text.num_hidden_layers)
     lead, period = repetition([_kind(layer) for layer in layers])
