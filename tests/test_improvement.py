@@ -454,6 +454,7 @@ def test_only_a_run_that_is_resumed_in_its_own_folder_is_compared_with_what_it_w
     launch = Strategy("single", 0, 1, 1, "no", True)
     assert Resumption(configured(), launch, found, weights_only=False, is_same_run=True).compared_by == "eval_kl"
     assert Resumption(configured(), launch, found, weights_only=False, is_same_run=False).compared_by is None
+    assert Resumption(configured(), launch, found, False, is_same_run=True, same_tasks=False).compared_by is None
 
 
 @pytest.mark.parametrize(

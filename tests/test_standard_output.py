@@ -49,6 +49,14 @@ def test_a_run_goes_on_when_the_disk_of_its_log_is_full():
     assert result.stderr.startswith("finished")
 
 
+def test_what_an_encoding_lacks_is_printed_as_escapes():
+    prints = "from finetune.run.standard_output import console; console(shown=True).print('Grüße 日本')"
+    found = subprocess.run(
+        [sys.executable, "-c", prints], capture_output=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}
+    )
+    assert (found.returncode, found.stdout.decode("latin-1")) == (0, "Grüße \\u65e5\\u672c\n")
+
+
 ENDS = """
 import contextlib
 import sys

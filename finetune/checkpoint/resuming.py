@@ -35,12 +35,20 @@ SAME_RUN = {
     "dpo.beta": "another loss was learnt",
     "dpo.desirable_weight": "another loss was learnt",
     "dpo.undesirable_weight": "another loss was learnt",
+    "dpo.margin": "another loss was learnt",
+    "dpo.label_smoothing": "another loss was learnt",
+    "dpo.length_normalized": "another loss was learnt",
+    "dpo.sft_weight": "another loss was learnt",
     "train.batch_warmup": "its steps have other rows",
 }
 """Keys that must not change, and why. Sources (data.train, data.stages) may move: their rows are compared instead."""
 LATER = (
     "dpo.desirable_weight",
     "dpo.undesirable_weight",
+    "dpo.margin",
+    "dpo.label_smoothing",
+    "dpo.length_normalized",
+    "dpo.sft_weight",
     "train.batch_warmup",
     "adapter.rank_pattern",
     "adapter.alpha_pattern",

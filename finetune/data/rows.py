@@ -23,7 +23,20 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import data_cache_folder, filled_once, key_of, refuse_if_damaged, write_checksums
-from finetune.data import chat_template, columns, encoding, encoding_workers, formats, messages, sources, templates
+from finetune.data import (
+    call_arguments,
+    chat_template,
+    columns,
+    encoding,
+    encoding_workers,
+    formats,
+    messages,
+    prompt_texts,
+    sources,
+    special_edges,
+    template_process,
+    templates,
+)
 from finetune.data.encoding import Encoder, Row, Settings
 from finetune.data.encoding_workers import (
     Encoded,
@@ -100,7 +113,8 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def _identity_of_code() -> list[str]:
     """Other code may prepare other rows: libraries count by their version, ours by its text."""
-    modules = (chat_template, columns, encoding, formats, messages, encoding_workers, templates)
+    modules = [call_arguments, chat_template, columns, encoding, encoding_workers, formats, messages, prompt_texts]
+    modules += [special_edges, template_process, templates]
     files = [*(Path(str(module.__file__)) for module in modules), Path(__file__)]
     files += sorted(Path(str(sources.__file__)).parent.glob("*.py"))
     ours = [file.read_bytes() for file in files]

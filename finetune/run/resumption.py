@@ -34,6 +34,8 @@ class Resumption:
     """The optimizer starts from scratch."""
     is_same_run: bool
     """The checkpoint is this output folder's own, so that its records go on."""
+    same_tasks: bool = True
+    """The rows of eval.tasks, and how they are scored, are those of the run before."""
 
     @classmethod
     def find(
@@ -60,7 +62,8 @@ class Resumption:
         if found is None:
             return None
         weights_only = resuming.restarts_optimizer(found, cfg.checkpoint, cfg.train)
-        resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder))
+        tasks = found.contents["run"]["data"].get("tasks"), fingerprints.get("tasks")
+        resumption = cls(cfg, launch, found, weights_only, checkpoint.is_own(found, folder), tasks[0] == tasks[1])
         now = resumption._now
         refuse_if_any(resuming.config_problems(found, **now) + resuming.input_problems(found, fingerprints, now["now"]))
         differ = partial(frequencies.differ, spec.config)
@@ -116,7 +119,7 @@ class Resumption:
     def compared_by(self) -> str | None:
         """The figure that evaluations were compared by; None where those of before do not count."""
         by: str | None = self.checkpoint.contents["run"]["config"]["eval"].get("metric")  # older runs have none
-        return by if self.is_compared else None
+        return by if self.is_compared and self.same_tasks else None
 
     def known_metrics(self, progress: Progress) -> dict[str, Any]:
         """The metrics of the step after which the run resumes, as its checkpoint and metrics.jsonl tell. Collective."""

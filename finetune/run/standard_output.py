@@ -41,7 +41,9 @@ class _StandardOutput:
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        """Write, or keep the text until the disk has room again."""
+        """Write, with escapes for what the encoding lacks, or keep the text until the disk has room again."""
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
             return int(self._file.write(text))
         except OSError as error:

@@ -40,8 +40,10 @@ class Task:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """What other processes must have read as well."""
-        return [self.name, key_of([self.asked.prompts, [row.tokens.tolist() for row in self.asked.choices]])]
+        """What other processes must have read as well, and a run that goes on must score as it did."""
+        choices = [row.tokens.tolist() for row in self.asked.choices]
+        answers = [row.expected for row in self.asked.rows]
+        return [self.name, key_of([self.score.name, self.asked.prompts, choices, answers])]
 
     def score_now(
         self, accelerator: Accelerator, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, *, flat: bool
