@@ -102,6 +102,34 @@ def test_the_rows_of_a_fraction_are_those_that_the_run_held_out(
     assert len(answers.read_text().splitlines()) == 3
 
 
+def test_rows_of_an_array_on_one_line_are_told_apart(
+    run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    record = yaml.safe_load((run_of_a_fraction / "run.yaml").read_text())
+    lines = Path(record["config"]["data"]["train"]).read_text().splitlines()
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps([json.loads(line) for line in lines]))
+    model = shutil.copytree(run_of_a_fraction / "final", tmp_path / "model")
+    record["config"]["data"]["train"] = str(array)
+    (model / "run.yaml").write_text(yaml.safe_dump(record))
+    (held_out,) = as_json(capsys, str(model), "--score", "loss")["models"]
+    assert held_out["scores"]["loss"]["value"] == pytest.approx(record["eval_loss"]["after"], abs=1e-5)
+    (limited,) = as_json(capsys, str(model), "--score", "loss", "--data", str(array), "--limit", "3")["models"]
+    assert limited["scores"]["loss"]["rows"] == 3
+
+
+def test_the_rows_of_another_file_need_no_key_by_which_a_run_split_its_own(
+    run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    record = yaml.safe_load((run_of_a_fraction / "run.yaml").read_text())
+    rows = record["config"]["data"]["train"]
+    model = shutil.copytree(run_of_a_fraction / "final", tmp_path / "model")
+    record["config"]["data"] |= {"split_key": "document", "format": "alpaca"}
+    (model / "run.yaml").write_text(yaml.safe_dump(record))
+    (found,) = as_json(capsys, str(model), "--score", "loss", "--data", rows)["models"]
+    assert found["scores"]["loss"]["rows"] == 40
+
+
 def test_held_out_preferences_are_refused_since_they_have_no_right_answer(
     run_of_a_fraction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -153,6 +153,14 @@ def test_long_contexts_of_llama3_are_divided_as_transformers_divides_them(tmp_pa
     assert torch.equal(rope_factors(LLAMA3, head_dim), torch.tensor(factors))
 
 
+def test_tensors_that_older_versions_of_transformers_stored_are_left_out(tmp_path: Path):
+    model = build(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    write_gguf(model, tmp_path / "model.gguf")
+    assert not [each.name for each in gguf.GGUFReader(tmp_path / "model.gguf").tensors if "rot" in each.name]
+
+
 def test_rules_of_splitting_have_llama_cpps_names_and_others_none():
     digits, bytes_alone = (
         pre_tokenizers.Digits(individual_digits=True),
@@ -190,6 +198,11 @@ def test_what_no_gguf_file_is_written_of_is_refused_in_a_sentence(tmp_path: Path
         (own / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(InputError, match=reason):
             write_gguf(own, tmp_path / "there.gguf")
+    bare = build(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(InputError, match=r"No tokenizer could be loaded .*; copy the files of a fast tokenizer"):
+        write_gguf(bare, tmp_path / "new.gguf")
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match=r"is an adapter, .*finetune merge"):
         write_gguf(model, tmp_path / "new.gguf")
@@ -266,6 +279,19 @@ def test_a_result_is_uploaded_with_its_card_and_nothing_else_of_its_folder(
     assert set(json.loads(printed.out)["push"]["files"]) == set(hub.files)
     for name in set(hub.files):
         assert name in printed.err
+
+
+def test_code_that_a_model_comes_with_is_uploaded_where_its_configuration_names_it(hub: Repository, tmp_path: Path):
+    model = build(tmp_path / "model")
+    (model / "modeling_mine.py").write_text("mine")
+    assert commands.main(["export", str(model), "--push", "me/mine"]) == 0
+    assert "modeling_mine.py" not in hub.files
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}})
+    )
+    assert commands.main(["export", str(model), "--push", "me/mine"]) == 0
+    assert hub.files["modeling_mine.py"] == b"mine"
 
 
 def test_an_adapter_is_uploaded_and_a_base_that_only_this_machine_has_is_told(

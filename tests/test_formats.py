@@ -618,3 +618,14 @@ def test_real_preference_pairs_are_refused():
         assert isinstance(record, Record)
         with pytest.raises(BadRow, match="preference pair"):
             convert(record.value, "auto")
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_question_that_is_a_text_under_a_key_for_messages_is_refused(key: str):
+    row = {key: "What is 2+2?", "chosen": "4", "rejected": "5"}
+    said = f"`{key}` is a text, but not JSON; give a list of messages, or call it prompt"
+    for convert_row in (convert_compared, convert_pair):
+        with pytest.raises(BadRow, match=said):
+            convert_row(row)
+    with pytest.raises(BadRow, match=f"`{key}` is"):
+        convert_prompt(row)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import scenarios
 import tiny
+import tiny_types
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -417,6 +418,18 @@ def test_a_model_that_was_rounded_while_it_computed_is_as_before(lora: Path, row
         rounded = list(comparison.logits(model, text))
     assert not all(map(torch.equal, before, rounded))
     assert all(map(torch.equal, before, comparison.logits(model, text)))
+
+
+def test_layers_around_layers_are_rounded_and_restored_too(tmp_path: Path):
+    """PEFT adapts each parameter of a module of experts by a layer around the one before."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_types.described("ernie4_5_moe")))
+    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = get_peft_model(model.bfloat16(), LoraConfig(r=2, target_parameters=named, init_lora_weights=False))
+    text = comparison.Text("any", [[5, 6, 7, 8]])
+    before = {name: each.clone() for name, each in peft.named_parameters()}
+    with adapted_model.rounding_to(peft, torch.bfloat16):
+        list(comparison.logits(peft, text))
+    assert all(before[name].equal(each) for name, each in peft.named_parameters())
 
 
 def test_models_are_compared_in_fp32_and_keep_their_weights(base_in_bf16: Path, monkeypatch: pytest.MonkeyPatch):

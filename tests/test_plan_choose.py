@@ -1,6 +1,7 @@
 """What is recommended fits, and nothing that fits is much faster; of what does not fit, the nearest is named."""
 
 import io
+import math
 import re
 from dataclasses import replace
 from itertools import product
@@ -344,6 +345,19 @@ def test_impossible_combinations_are_told_why(fields: dict[str, str], sentence: 
     asked = question(base=base, strategies=(STRATEGIES[2],), methods=(METHODS["full"],))
     with pytest.raises(InputError, match=sentence):
         plan(asked)
+
+
+def test_the_command_of_a_run_without_an_adapter_takes_back_what_the_configuration_says_of_it():
+    asked = question(adapter_defaults=(("adapter.rank", "16"),), flags=(("adapter.rank", "8"),))
+    for adapter, said in (("none", "16"), ("lora", "8")):
+        words = [word for group in launch_command(asked, replace(asked.base, adapter=adapter)) for word in group]
+        assert [words[place + 1] for place, word in enumerate(words) if word == "--adapter.rank"] == [said]
+
+
+def test_where_no_disk_is_left_nothing_fits():
+    full = Need("disk", 5, 0)
+    assert (full.share, full.verdict) == (math.inf, "does not fit")
+    assert Need("disk", 0, 0).share == 0
 
 
 @pytest.mark.parametrize("gpus", ["1xH100", "8xH100", "2x8xH100", "4xT4"])

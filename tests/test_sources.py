@@ -328,6 +328,37 @@ def test_folder_and_glob_give_data_files_sorted_and_no_hidden_ones(tmp_path: Pat
     assert [value["name"] for value in values(everything(tmp_path / "*.jsonl"))] == ["b.jsonl"]
 
 
+def test_linked_folders_are_read_once_and_a_loop_ends(tmp_path: Path):
+    for name in ("data/a.jsonl", "elsewhere/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps({"name": name}))
+    (tmp_path / "data" / "part1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "part2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")
+    assert [value["name"] for value in values(everything(tmp_path / "data"))] == ["data/a.jsonl", "elsewhere/b.jsonl"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "a.jsonl").write_text("{}")
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match=r"its folder .*secret cannot be read \(Permission denied\)"):
+        everything(tmp_path)
+
+
+def test_elements_of_an_array_have_names_of_their_own(tmp_path: Path):
+    (tmp_path / "rows.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}, {"a": 4}]')
+    found = [record.source.rpartition(":")[2] for record in everything(tmp_path / "rows.json")]
+    assert found == ["1", "1 (element 2)", "2", "2 (element 4)"]
+
+
 def test_file_that_a_glob_finds_on_several_ways_is_read_once(tmp_path: Path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "rows.jsonl").write_bytes(JSONL)

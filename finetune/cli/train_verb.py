@@ -20,7 +20,7 @@ from finetune.config.sections import Run
 from finetune.config.strategy_names import SIZES
 from finetune.errors import InputError
 from finetune.hardware import cores
-from finetune.output.run_reading import read_run
+from finetune.output.run_reading import finite, read_run
 from finetune.shipped import shipped_files
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def train(options: argparse.Namespace) -> int:
         return 0
     exit_code = launch(file, processes, precision, threads, script, arguments, flags=[*chain(*sizes)])
     if options.json:
-        print(json.dumps({"exit_code": exit_code} | _outcome(folder, exit_code)))
+        print(json.dumps(finite({"exit_code": exit_code} | _outcome(folder, exit_code))))
     return exit_code
 
 

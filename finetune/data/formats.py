@@ -206,7 +206,13 @@ def _prompt_of_pair(value: dict[str, Any]) -> Any:
     """A text, messages, or None where the sides are whole conversations."""
     if value.get("instruction") is not None:
         return _instructions(value)
-    return _turns(value) if value.get("prompt") is None else value["prompt"]
+    if value.get("prompt") is not None:
+        return value["prompt"]
+    turns = _turns(value)
+    if isinstance(turns, str):
+        key = "conversations" if value.get("messages") is None else "messages"
+        raise BadRow(f"the key `{key}` is a text, but not JSON; give a list of messages, or call it prompt")
+    return turns
 
 
 def _answered(prompt: Any, value: dict[str, Any], key: str) -> list[dict[str, Any]]:

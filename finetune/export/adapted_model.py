@@ -51,7 +51,7 @@ def rounding_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     def narrow(module: Any, _: Any) -> None:
         for weight in weights_of(module):
-            kept[weight] = weight.data
+            kept.setdefault(weight, weight.data)  # PEFT nests layers around experts, one for each of their parameters
             weight.data = weight.data.to(torch.float32, copy=True)
         if module in layers:
             module.merge()
@@ -60,7 +60,8 @@ def rounding_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     def restore(module: Any, *_: Any) -> None:
         for weight in weights_of(module):
-            weight.data = kept.pop(weight)
+            if weight in kept:
+                weight.data = kept.pop(weight)
         if module in layers:
             module.merged_adapters.clear()
 

@@ -107,7 +107,10 @@ def choose_text(
         rows = [tokens[i : i + ROW_TOKENS] for i in range(0, len(tokens), ROW_TOKENS)]
     else:
         name = ", ".join(entry.path for entry in entries)
-        rows = [list(row.tokens) for row in first_rows(entries, tokenizer, settings, count=ROWS)]
+        try:
+            rows = [list(row.tokens) for row in first_rows(entries, tokenizer, settings, count=ROWS)]
+        except InputError:  # a dataset of the hub, which cannot be reached
+            rows = []
         if not rows:  # of data that has changed, or that a recipe of one's own reads in its own way
             name, rows = "sample texts", [_encode(tokenizer, sample) for sample in SAMPLES]
     bounded: list[list[int]] = []

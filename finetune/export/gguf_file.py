@@ -7,6 +7,7 @@ extra ``demo``).
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from finetune.data.template_process import end_of_turn
 from finetune.errors import InputError, refuse_if_any
@@ -62,7 +63,7 @@ def write_gguf(path: Path, file: Path, *, dtype: str = "bf16") -> dict[str, Any]
     refuse_if_any(_problems(config, file))
     files = weights.files(folder, None)
     refuse_if_any(weights.problems(models.without_weights(config, False), files))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _tokenizer(folder)
     ends, of_turn = end_tokens_of(config, folder, revision=None), end_of_turn(tokenizer)
     ends = ends if of_turn is None else tuple(dict.fromkeys((of_turn, *ends)))
     vocabulary = vocabulary_of(tokenizer, config.get_text_config().vocab_size, ends)
@@ -100,6 +101,14 @@ def describe(result: dict[str, Any]) -> str:
             "that q8_0 takes together"
         )
     return text
+
+
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        return models.load_tokenizer(folder, revision=None, trust_remote_code=False, chat_template=None)
+    except InputError as error:
+        said = str(error).partition("; set model.tokenizer")[0]
+        raise InputError(f"--gguf: {said}; copy the files of a fast tokenizer to that folder.") from error
 
 
 def _problems(config: PreTrainedConfig, file: Path) -> list[str]:
@@ -195,6 +204,8 @@ def _tensors(config: Any, opened: Sequence[Any], dtype: str) -> Iterator[_Tensor
     for file in opened:
         for own in file.keys():  # noqa: SIM118  # no mapping
             if own == "lm_head.weight" and config.tie_word_embeddings and _is_embedding(file.get_tensor(own), opened):
+                continue
+            if any(re.search(each, own) for each in weights.HARMLESS):
                 continue
             name = names.get_name(own, try_suffixes=(".weight", ".bias"))
             if name is None:

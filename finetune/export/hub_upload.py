@@ -96,11 +96,17 @@ def _is_of_a_result(name: str) -> bool:
 
 
 def files_of(result: Result) -> list[Path]:
-    """The files of a result that are uploaded, by their names."""
+    """The files of a result that are uploaded, by their names; its code too, where its configuration names some."""
     found = {file for pattern in (*UPLOADED, *CONFIGURATIONS) for file in result.folder.glob(pattern) if file.is_file()}
     if not any(file.suffix == ".safetensors" for file in found):
         raise InputError(f"{result.folder} has no weights as safetensors; give the folder of a model or an adapter.")
+    if any(_names_code(file) for file in found if file.name in ("config.json", "tokenizer_config.json")):
+        found |= {*result.folder.glob("*.py")}
     return sorted(found)
+
+
+def _names_code(configuration: Path) -> bool:
+    return "auto_map" in json.loads(configuration.read_text(encoding="utf-8"))
 
 
 def local_base_of(result: Result) -> str | None:

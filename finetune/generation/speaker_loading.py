@@ -115,6 +115,8 @@ def _adapted(request: Request, run: Path | None) -> Unloaded:
     )
     has_own = (source.folder / "tokenizer_config.json").is_file()
     tokenizer = _tokenizer(request, *((str(source.folder), None) if has_own else (source.base, source.revision)))
+    if tokenizer.pad_token_id >= source.config.get_text_config().vocab_size:  # PEFT's users add one that no row is for
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     ends = end_tokens_of(source.config, source.base, revision=source.revision)
     own = _known(request.path, source.config, tokenizer, ends)
     base = replace(own, name=source.base)

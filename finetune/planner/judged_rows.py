@@ -1,5 +1,6 @@
 """One row of the answer: a way to train, the memory that it needs, its speed, and whether it fits."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -25,7 +26,9 @@ class Need:
 
     @property
     def share(self) -> float | None:
-        return None if self.there is None else self.bytes / self.there
+        if self.there:
+            return self.bytes / self.there
+        return None if self.there is None else math.inf if self.bytes else 0.0
 
     @property
     def verdict(self) -> Verdict:

@@ -48,6 +48,8 @@ class Question:
     recipe: str = "recipes/sft.py"
     config_file: str | None = None
     """Of the recipe, for the command."""
+    adapter_defaults: tuple[tuple[str, str], ...] = ()
+    """Keys of the adapter that are set, with their defaults, which a run without an adapter must have."""
     flags: tuple[tuple[str, str], ...] = ()
     """Flags of the recipe that the command repeats."""
 

@@ -11,7 +11,7 @@ from finetune.cli.planning.machine import free_disk, gpus_here, host_memory_here
 from finetune.cli.planning.strategy_file import strategy_named
 from finetune.cli.planning.written import Options, all_flags, contradictions, given_flags, problems, words_of
 from finetune.config import sections
-from finetune.config.command_line import parse
+from finetune.config.command_line import as_flag, parse
 from finetune.config.compatibility import fp8_problems
 from finetune.config.recipe_classes import CorpusRun, PairedRun, class_of, config_file, script_of
 from finetune.config.refusals import (
@@ -187,8 +187,15 @@ def asked(
         recipe=script_of(cfg),
         config_file=config_file(arguments),
         flags=tuple(flags.items()),
+        adapter_defaults=_adapter_defaults(cfg.adapter),
     )
     return Asked(question, cfg.model.path, cfg.model.revision, tuple(notes))
+
+
+def _adapter_defaults(adapter: sections.Adapter) -> tuple[tuple[str, str], ...]:
+    default = sections.Adapter()
+    keys = [key for key, value in adapter if key != "type" and value != getattr(default, key)]
+    return tuple((f"adapter.{key.removesuffix('_')}", as_flag(getattr(default, key))) for key in keys)
 
 
 def _with_new_tokens(cfg: sections.Run, model_config: dict[str, Any]) -> tuple[dict[str, Any], int]:

@@ -51,6 +51,8 @@ def recipe_flags(question: Question, setting: Setting) -> dict[str, str]:
     changed = differing(setting, question.base, fields)
     if question.model.published_bits:
         changed.pop("quantization.bits", None)
+    if setting.adapter == "none":
+        changed |= dict(question.adapter_defaults)
     return always | changed
 
 

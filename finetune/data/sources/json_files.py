@@ -100,8 +100,11 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
 
     position = skip_blank(position)
     closed = text.startswith("]", position)
+    element = 0
     while not closed:
+        before, element = line, element + 1
         line, counted = line + text.count("\n", counted, position), position
+        place = f"{path}:{line}" if line > before or element == 1 else f"{path}:{line} (element {element})"
         try:
             value, end = decode(text, position)
             reason = "" if isinstance(value, dict) else "the element is not an object"
@@ -113,12 +116,12 @@ def _json_array(path: str, stream: io.BufferedReader) -> Iterator[Record | Rejec
                 RecursionError: "is nested too deeply",
             }.get(type(error), "has a number with too many digits")
             reason = f"the element {what}, and the rest of the array cannot be read"
-            yield Rejected(f"{path}:{line}", reason, text[position : position + 1000])
+            yield Rejected(place, reason, text[position : position + 1000])
             return
         if not reason:
-            yield Record(f"{path}:{line}", value)
+            yield Record(place, value)
         else:
-            yield Rejected(f"{path}:{line}", reason, text[position : min(end, position + 1000)])
+            yield Rejected(place, reason, text[position : min(end, position + 1000)])
         position = skip_blank(end)
         closed = text.startswith("]", position)
         if not closed and not text.startswith(",", position):

@@ -3,10 +3,10 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from finetune.data.sources.byte_stream import COMPRESSIONS
 from finetune.errors import InputError
@@ -148,8 +148,7 @@ def data_files(path: str) -> list[str]:
             raise InputError(f"{path}: unknown kind of data file; known suffixes are {_KNOWN}.")
         return [path]
     if os.path.isdir(path):
-        found = [p for p in Path(path).rglob("*") if not any(s.startswith(".") for s in p.relative_to(path).parts)]
-        files = _readable(path, map(str, found))
+        files = _readable(path, _within(path))
         if not files:
             raise InputError(f"{path}: the folder contains no data file; known suffixes are {_KNOWN}.")
         _refuse_several_splits(path, files)
@@ -164,6 +163,26 @@ def data_files(path: str) -> list[str]:
     raise InputError(
         f"{path}: there is no such data file or folder; check its name. A hub dataset is written as owner/name."
     )
+
+
+def _within(folder: str) -> Iterator[str]:
+    """Files in a folder and those in it, linked ones too, but for hidden ones.
+
+    Raises:
+        InputError: if a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise InputError(
+            f"{folder}: its folder {error.filename} cannot be read ({error.strerror}); check its permissions."
+        ) from error
+
+    seen = {os.path.realpath(folder)}  # a link may lead back
+    for here, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        inside = {os.path.realpath(os.path.join(here, name)): name for name in sorted(folders) if name[0] != "."}
+        folders[:] = [name for real, name in inside.items() if real not in seen]
+        seen |= inside.keys()
+        yield from (str(Path(here, name)) for name in files if name[0] != ".")
 
 
 def problems(sources: Sequence[Source]) -> list[str]:
