@@ -748,8 +748,9 @@ def test_text_is_the_given_file_else_the_runs_data_else_samples_and_always_bound
     assert text.tokens == 4096
     text = comparison.choose_text(tokenizer, text_file=None, entries=[Source(str(held_out))], **options)
     assert (text.name, len(text.rows)) == (str(held_out), 11)
-    text = comparison.choose_text(tokenizer, text_file=None, entries=[], **options)
-    assert (text.name, len(text.rows)) == ("sample texts", 3)
+    for entries in ([], [Source(str(tmp_path / "gone.jsonl"))]):  # as a dataset of the hub without a network
+        text = comparison.choose_text(tokenizer, text_file=None, entries=entries, **options)
+        assert (text.name, len(text.rows)) == ("sample texts", 3)
     with pytest.raises(InputError, match="the base model only knows 100 tokens"):
         comparison.choose_text(tokenizer, text_file=None, entries=[], settings=Settings(1), vocabulary=100)
 
