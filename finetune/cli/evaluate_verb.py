@@ -146,9 +146,9 @@ def _asked(options: argparse.Namespace, known: Callable[[], Known]) -> Asked:
     columns = tuple(settings.columns.items())
     rows = read_task_rows(named, key, columns=columns, limit=options.limit, only=held_out)
     present = {field: column for field, column in columns if any(column in row.prompt.record for row in rows)}
-    anew = {"columns": present}  # those of a run may be other files' columns
-    anew |= {"format": "auto", "split_key": None} if options.data is not None else {}
-    settings = settings.model_copy(update=anew)
+    settings = settings.model_copy(update={"columns": present})  # those of a run may be other files' columns
+    if options.data is not None:
+        settings = settings.model_copy(update={"format": "auto", "split_key": None})
     is_trained = all(detect(renamed(row.prompt.record, columns)) is not None for row in rows)
     if LOSS in written and not is_trained:
         raise InputError(
