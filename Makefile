@@ -102,4 +102,4 @@ $(VENV)/.test: $(VENV)/.torch setup.cfg
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) build dist *.egg-info $(DEMO_OUTPUT)
