@@ -205,16 +205,18 @@ def test_prompts_of_a_batch_are_answered_as_each_alone(trained: Any):
     assert speaker.answers(prompts, TWELVE) == [speaker.answers([prompt], TWELVE)[0] for prompt in prompts]
 
 
-def test_rows_are_padded_with_a_token_that_the_model_knows(trained: Any, tmp_path: Path):
+def test_rows_are_padded_with_a_token_that_the_model_knows(trained: Any, base: Path, tmp_path: Path):
     folder = shutil.copytree(trained("lora") / "final", tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    known = AutoConfig.from_pretrained(base).vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(known - len(tokenizer))])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # as many do without giving the model a row for it
+    assert tokenizer.pad_token_id == known
     tokenizer.save_pretrained(folder)
-    answers = []
-    for path in (folder, trained("lora")):
-        (speaker,) = load(path)
-        answers.append(speaker.answers(asked(speaker, "the red stone", "one"), Manner(8)))
-    assert answers[0] == answers[1]
+    (speaker,) = load(folder)
+    prompts = asked(speaker, "the red stone", "one")
+    assert len({len(prompt) for prompt in prompts}) == 2
+    assert speaker.answers(prompts, TWELVE) == [speaker.answers([prompt], TWELVE)[0] for prompt in prompts]
 
 
 def test_a_long_prompt_leaves_the_others_of_its_batch_the_room_that_each_has_alone(trained: Any):
